@@ -101,7 +101,8 @@ def gradients_like(
     records = records_like(axes, parameters, mesh)
     region = ManualRegion(parse_mesh(mesh), TENSOR.rules, records)
     reduction = Reduction(records, zero=0, num_microbatches=1)
-    return distributed_gradients(Whole(loss_sum), parameters, batch, region, Accumulate(1), reduction)
+    gradients_of = distributed_gradients(Whole(loss_sum), batch, region, Accumulate(1), reduction)
+    return gradients_of(parameters, region.shard_batch(batch))
 
 
 def program_of(mesh: str, **fields: Any) -> TrainStep:

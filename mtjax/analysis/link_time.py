@@ -1,5 +1,6 @@
 """Seconds that a step's collectives take on the links they cross, and what of them nothing hides."""
 
+from collections.abc import Mapping
 from functools import cache
 
 from mtjax.analysis.anatomy import Anatomy
@@ -18,6 +19,7 @@ from mtjax.analysis.counts import stage_counts
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.experts import exchanged_share
+from mtjax.analysis.pattern_time import exposed_in_pattern
 from mtjax.analysis.schedules import full_ticks
 from mtjax.analysis.software import Software
 from mtjax.analysis.traffic import Transfer, transfers
@@ -112,7 +114,9 @@ def exposed_by_axis(
     return exposed
 
 
-def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float) -> float:
+def exposed_ahead(
+    anatomy: Anatomy, plan: Plan, machine: Machine, compute: float, by_letter: Mapping[str, float]
+) -> float:
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
     Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
@@ -125,6 +129,7 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
       plan: of layers whose parameters and gradients travel while others compute.
       machine: on which they run.
       compute: seconds of all layers, both passes.
+      by_letter: of a layer of each letter of a pattern, in which neighbours hide each other's; empty without one.
     """
     sent, last = {PARAMETERS: 0.0, GRADIENTS: 0.0}, 0.0
     for entry in transfers(anatomy, plan):
@@ -135,15 +140,25 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
             else:
                 sent[entry.phase] += seconds
     forward = compute / (4 if plan.recompute == "full" else 3)
-    gathers, again = sent[PARAMETERS], 0.0
+    gathers, again, upfront = sent[PARAMETERS], 0.0, 0.0
     if plan.zero == 3:
         share = _outside(anatomy, plan)
         last += share * sent[GRADIENTS] + share / (2 - share) * gathers
         sent[GRADIENTS] *= 1 - share
         gathers = again = gathers * (1 - share) / (2 - share)
     elif plan.microbatches > 1:
-        return gathers + last + max(0.0, sent[GRADIENTS] - (compute - forward))
-    return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
+        gathers, upfront = 0.0, gathers
+    if by_letter:
+        each = plan.microbatches * _latency(plan, machine)
+        return upfront + last + exposed_in_pattern(anatomy, plan, (gathers, again, sent[GRADIENTS]), by_letter, each)
+    waits = max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
+    return upfront + last + waits
+
+
+def _latency(plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of an all-gather of next to nothing over data ranks."""
+    least = Transfer(DATA, plan.mesh.degree((DATA,)), "all-gather", "", 1, 1, 1)
+    return machine.transfer(least, members_inside(plan, DATA, machine.server))
 
 
 def ring_seconds(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

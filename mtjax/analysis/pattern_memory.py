@@ -10,6 +10,7 @@ from mtjax.analysis.model_states import States, model_states
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from mtjax.analysis.parts.part import Part
 from mtjax.analysis.parts.sublayer import stream_bytes
+from mtjax.analysis.pattern_time import is_mixed
 from mtjax.analysis.stage_symbols import block_counts
 from mtjax.config.layer_pattern import joined_loops
 from mtjax.layout.plan import Plan
@@ -52,14 +53,15 @@ def gathered_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
     model, own = anatomy.model, layer_bytes(stack, anatomy.model, plan)
-    is_mixed = bool(model.layer_pattern) and len(anatomy.stacks) > 1
-    in_flight = plan.precision.gradients if plan.overlaps_data(model) or is_mixed else 0
-    before = anatomy.stacks if is_mixed else (stack,)
+    has_others = bool(model.layer_pattern) and len(anatomy.stacks) > 1
+    in_flight = plan.precision.gradients if plan.overlaps_data(model) or has_others else 0
+    before = anatomy.stacks if has_others else (stack,)
     gradients = in_flight * max(layer_counts(one, plan.layout(model), plan.mesh).all for one in before)
-    is_narrow = plan.precision.reduced < plan.precision.gradients
-    if not is_narrow or not plan.prefetches(model) or all(one.has_own_loop for one in anatomy.stacks):
-        return 2 * own + gradients
     # Gradients that are sent in 16 bits are not converted: their memory is free before the layer's own are computed.
+    # And beside tensor parallel collectives all are sent before the next layer is gathered.
+    is_free = plan.precision.reduced < plan.precision.gradients or plan.mesh.model > 1
+    if not is_free or not is_mixed(anatomy, plan):
+        return 2 * own + gradients
     below = {low for low, letter in pairwise(stack.pattern) if letter == stack.letter}
     return own + max((layer_bytes(one, model, plan) for one in anatomy.stacks if one.letter in below), default=0.0)
 

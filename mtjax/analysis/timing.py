@@ -32,6 +32,7 @@ from mtjax.analysis.link_time import (
 )
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.optimizer import exchanges, exposed_host_bytes, state_bytes
+from mtjax.analysis.pattern_time import is_mixed
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.teacher_cost import teacher_of
@@ -112,7 +113,9 @@ def step_time(
     exposed[MODEL] -= hidden_sums(anatomy, plan, machine, products)
     if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
-        exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
+        compute = products + attention + element_wise + beside
+        by_letter = _by_letter(anatomy, plan, machine, software, beside)
+        exposed[DATA] = exposed_ahead(anatomy, plan, machine, compute, by_letter)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
     slowed = machine.contention(sum(hidden.values()))
     per_step = products + attention + element_wise + head + slowed
@@ -220,6 +223,15 @@ def _of_layer(
     """Seconds of one layer of a model and one microbatch, all passes: products, attention, element-wise."""
     frozen = () if trains_all(anatomy.model) else anatomy.frozen_parts(stack)
     return layer_seconds(stack, plan, machine, software, frozen)
+
+
+def _by_letter(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software, beside: float) -> dict[str, float]:
+    """Seconds of a layer of each letter in a step, with its part of what is `beside` them; {} where not mixed."""
+    if not is_mixed(anatomy, plan):
+        return {}
+    each = beside / sum(stack.layers for stack in anatomy.stacks)
+    alike, m = _alike(plan), plan.microbatches
+    return {s.letter: m * sum(_of_layer(anatomy, s, alike, machine, software)) + each for s in anatomy.stacks}
 
 
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:

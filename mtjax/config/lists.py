@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mtjax.config.arguments import typed_options
+
 LISTS = {"offload": ("optimizer", "parameters")}
 """Setting -> the names that it joins, in the order of a config."""
 
@@ -21,13 +23,7 @@ def options_in_order(argv: Sequence[str]) -> list[str]:
       argv: arguments; an option is followed by its value, or contains it after `=`.
     """
     found = list(argv)
-    for i, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        setting = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or setting not in LISTS:
-            continue
-        if equals:
-            found[i] = f"{option}={in_order(setting, value)}"
-        elif i + 1 < len(argv):
-            found[i + 1] = in_order(setting, argv[i + 1])
+    for typed in typed_options(argv):
+        if typed.setting in LISTS:
+            typed.write(found, typed.option, in_order(typed.setting, typed.value))
     return found

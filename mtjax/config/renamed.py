@@ -7,6 +7,8 @@ a note that says the new one.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mtjax.config.arguments import typed_options
+
 NAMES = {
     "balance_loss": "router_aux_loss",
     "expert_groups_kept": "expert_groups_top_k",
@@ -58,24 +60,13 @@ def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
       argv: arguments; an option is followed by its value, or contains it after `=`.
     """
     renamed, pairs = list(argv), []
-    for i, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        if not option.startswith("--"):
-            continue
-        setting = option[2:].replace("-", "_")
-        new = NAMES.get(setting, setting)
-        if new == setting and new not in VALUES:
-            continue
-        follows = not equals and i + 1 < len(argv)
-        old_value = argv[i + 1] if follows else value
-        new_value = _new_value(new, old_value)
-        if (new, new_value) == (setting, old_value):
-            continue
-        new_option = f"--{new.replace('_', '-')}"
-        renamed[i] = f"{new_option}={new_value}" if equals else new_option
-        if follows:
-            renamed[i + 1] = new_value
-        pairs.append(_pair(option, old_value, " ", new_option))
+    for typed in typed_options(argv):
+        new = NAMES.get(typed.setting, typed.setting)
+        value = _new_value(new, typed.value)
+        if (new, value) != (typed.setting, typed.value):
+            option = f"--{new.replace('_', '-')}"
+            typed.write(renamed, option, value)
+            pairs.append(_pair(typed.option, typed.value or "", " ", option))
     return renamed, pairs
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from mtjax.config import Config, Model
 from mtjax.config.families import FAMILIES, kind_of
-from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import (
     nearest_divisors,
     nearest_multiples,
@@ -250,7 +249,7 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
         yield f"layers_per_stage {_listed(per_stage)} applies to both stacks, and {counts} differ: make them equal"
         return
     problems = [reason for name, count in stacks.items() for reason in _count_problems(name, count, plan)]
-    yield from problems or (*_ring_problems(model, plan), *_chunk_problems(model, plan))
+    yield from problems or _ring_problems(model, plan)
 
 
 def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
@@ -265,20 +264,6 @@ def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
         yield _unequal_shares(name, count, stages, chunks)
     elif per_stage is not None:
         yield from _layers_per_stage_problems(name, count, plan, per_stage)
-
-
-def _chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields an interleaved schedule of layers that read shared blocks, in chunks of different patterns."""
-    if plan.chunks == 1 or not block_letters(model):
-        return
-    orders = [order_in_plan(stack, plan) for stack in stacks_of(model)]
-    longest = max(plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)) // plan.chunks
-    if any(len(order.pattern) > longest for order in orders):
-        yield (
-            f"layer_pattern {model.layer_pattern!r} has layers that read shared blocks, and the {plan.chunks} chunks "
-            f"of each of the {plan.mesh.stage} stages of the mesh have different patterns of layers: set chunks to 1, "
-            "or choose stages and chunks that have the same pattern"
-        )
 
 
 def _ring_problems(model: Model, plan: Plan) -> Iterator[str]:

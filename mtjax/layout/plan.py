@@ -252,11 +252,11 @@ class Plan:
 
     def prefetches(self, model: Model) -> bool:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
-        as `mtjax.sharding.prefetch` does in loops over single layers (if there are four: not checked), and patterns."""
-        single_layers = self.recompute_group == 1 and self.recompute_first is None
-        single_layers = single_layers and all(stack.has_own_loop or stack.pattern for stack in stacks_of(model))
-        single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
-        return self.reduces_in_backward and self.residuals == "jax" and single_layers
+        as `mtjax.sharding.prefetch` does in loops over single layers, and patterns: in one of the model's loops."""
+        stacks, has_groups = stacks_of(model), self.recompute_group > 1 or self.recompute_first is not None
+        in_loops = not (has_groups or self.recompute_offload or self.unrolled or self.is_staged)
+        in_loops = in_loops and all(stack.has_own_loop or stack.pattern for stack in stacks)
+        return in_loops and self.reduces_in_backward and self.residuals == "jax" and any(s.can_prefetch for s in stacks)
 
     def overlaps_data(self, model: Model) -> bool:
         """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where

@@ -15,6 +15,9 @@ STACK = "stack"
 """Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
 DENSE = "dense"
 """Path of the stack of dense layers in a model with experts; with an underscore, the prefix of its symbols."""
+FEWEST_PREFETCHED = 4
+"""Layers of one kind from which a loop over them prefetches: the last is outside the loop, and XLA unrolls loops of two
+iterations or fewer on CPUs."""
 ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
 
@@ -62,6 +65,11 @@ class LayerStack:
         if not self.pattern:
             return self.among is None
         return (self.letter, self.layers) in loops_of_pattern(self.pattern)
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether its loop has enough layers to prefetch, if they are alone in it."""
+        return not self.has_own_loop or self.layers >= FEWEST_PREFETCHED
 
 
 @cache

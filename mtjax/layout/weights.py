@@ -1,8 +1,11 @@
-"""The products of layers: their names and the names and sizes of their dimensions, which models draw and the analysis
+"""The weights of layers: their names and the names and sizes of their dimensions, which models draw and the analysis
 counts."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from mtjax.config import Model
+from mtjax.config.ssm import ssm_groups, ssm_heads
 
 Sizes = Mapping[str, int]
 """Logical name of a dimension -> its size."""
@@ -54,3 +57,98 @@ def cross_products(hidden: int, num_heads: int, head_dim: int) -> dict[str, Prod
         "key_value": ProductSizes(embed, {"kv": 2, **heads}),
         "output": ProductSizes(heads, embed),
     }
+
+
+def latent_products(
+    hidden: int, heads: int, *, latent: int, query_latent: int, still: int, rotated: int, value: int
+) -> dict[str, ProductSizes]:
+    """Returns the products of latent attention, by name, in the order in which their parameters are drawn.
+
+    Args:
+      hidden: width of hidden states.
+      heads: number of heads.
+      latent: width of the latent of keys and values; its norm has the inputs of `key_value_up`.
+      query_latent: width of the latent of queries, whose norm has the inputs of `query_up`; 0 for queries from the
+        hidden states.
+      still: width of the part of a query and key head that is not rotated.
+      rotated: width of the part that is.
+      value: width of a value head.
+    """
+    embed, query = {"embed": hidden}, {"heads": heads, "head_dim": still + rotated}
+    low, of_latent = {"latent": query_latent}, {"latent": latent}
+    queries = {"query_down": ProductSizes(embed, low), "query_up": ProductSizes(low, query)}
+    return {
+        **(queries if query_latent else {"query": ProductSizes(embed, query)}),
+        "key_value_down": ProductSizes(embed, {"latent": latent + rotated}),
+        "key_value_up": ProductSizes(of_latent, {"heads": heads, "head_dim": still + value}),
+        "output": ProductSizes({"heads": heads, "head_dim": value}, embed),
+    }
+
+
+def mamba_weights(model: Model) -> dict[str, Sizes]:
+    """Returns the dimensions of Mamba-2's parameters, by name; its output is `recurrent_output`."""
+    own = _RecurrentSizes.of(model)
+    return {
+        **own.inputs("b_c", "rate"),
+        "conv": {**own.taps, **own.inner},
+        "conv_bias": own.inner,
+        "conv_b_c": {**own.taps, **own.shared},
+        "conv_b_c_bias": own.shared,
+        "rate_bias": own.heads,
+        "a_log": own.heads,
+        "skip": own.heads,
+        **({"norm_scale": own.inner} if model.ssm_norm else {}),
+    }
+
+
+def delta_weights(model: Model) -> dict[str, Sizes]:
+    """Returns the dimensions of a gated delta net's parameters, by name; its output is `recurrent_output`."""
+    own = _RecurrentSizes.of(model)
+    return {
+        **own.inputs("query_key", "beta", "rate"),
+        "conv": {**own.taps, **own.inner},
+        "conv_query_key": {**own.taps, **own.shared},
+        "rate_bias": own.heads,
+        "a_log": own.heads,
+        "norm_scale": {"head_dim": model.ssm_head_dim},
+    }
+
+
+def recurrent_inputs(weights: Mapping[str, Sizes]) -> dict[str, ProductSizes]:
+    """Selects the parts of the first product of `mamba_weights` or `delta_weights`, by their own names."""
+    parts = {name.removeprefix(_INPUTS): dict(sizes) for name, sizes in weights.items() if name.startswith(_INPUTS)}
+    return {name: ProductSizes({"embed": sizes.pop("embed")}, sizes) for name, sizes in parts.items()}
+
+
+def recurrent_output(model: Model) -> ProductSizes:
+    """Returns the dimensions of the last product of a mixer with a recurrent state."""
+    return ProductSizes(_RecurrentSizes.of(model).inner, {"embed": model.hidden_size})
+
+
+_INPUTS = "inputs."
+
+
+class _RecurrentSizes(NamedTuple):
+    """Dimensions of a mixer with a recurrent state."""
+
+    embed: Sizes
+    heads: Sizes
+    inner: Sizes
+    """Of all heads' values."""
+    shared: Sizes
+    """Of the two vectors that a group of heads shares."""
+    taps: Sizes
+    """Of the convolution."""
+
+    @classmethod
+    def of(cls, model: Model) -> "_RecurrentSizes":
+        """Reads a model's settings."""
+        heads = {"heads": ssm_heads(model)}
+        shared = {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
+        inner = {**heads, "head_dim": model.ssm_head_dim}
+        return cls({"embed": model.hidden_size}, heads, inner, shared, {"taps": model.ssm_conv})
+
+    def inputs(self, shared: str, *of_heads: str) -> dict[str, Sizes]:
+        """Returns the parts of the first product: gate and value, the shared vectors, numbers of each head."""
+        outputs = {"gate_value": {"gate": 2, **self.inner}, shared: self.shared, **dict.fromkeys(of_heads, self.heads)}
+        return {f"{_INPUTS}{name}": {**self.embed, **sizes} for name, sizes in outputs.items()}

@@ -17,7 +17,7 @@ class AdaptedBlockAttention(AdaptedSelfAttention, BlockAttention):
     """A shared block's attention with adapters."""
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
-        """See `SelfAttention.project_in`; the layer's own adapter, whose input has no dropout, is added, too."""
+        """See `ProjectedSelfAttention.project_in`; adds the layer's own adapter, too, whose input has no dropout."""
         for_product, for_adapters, own = with_own_adapter(x, context, "attention_adapter")
         dropped = lora_input_dropout(for_adapters, self.low, context, QKV_SITE, "embed")
         if own is None:

@@ -11,10 +11,9 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from mtjax.config.layer_pattern import Run, loops_of_pattern, runs_of
-from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import can_prefetch, loops_of
+from mtjax.models.recompute import LoopOverLayers, can_prefetch, loops_of
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack import Residual, Stack, run_layer
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
@@ -25,7 +24,7 @@ from mtjax.sharding.grad_accumulation import (
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.param_comm import differentiable_shards, index_layer
+from mtjax.sharding.param_comm import LayerInputs, differentiable_shards, index_layer
 from mtjax.sharding.zero import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
@@ -41,10 +40,10 @@ class PatternStacks:
     stacks: Mapping[str, Stack]
     """By letter."""
 
-    def __call__(self, x: Residual, context: LayerContext, states: State = None) -> tuple[Residual, State]:
-        """Runs all layers in training; returned states are those of layers with experts."""
+    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+        """See `Stack.over_layers`; in training, where returned states are those of layers with experts."""
         assert states is None
-        return self.run_chunk(x, context, None)
+        return partial(self.run_chunk, context=context, chunk=None)
 
     def run_chunk(self, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
         """Runs the layers of a chunk; all of them when None."""
@@ -86,9 +85,9 @@ class PatternStacks:
         from mtjax.sharding.prefetch.letter import LetterLayers
         from mtjax.sharding.prefetch.pattern import scan_pattern
 
-        def run(path: str, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
+        def run(path: str, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
             with jax.named_scope(path):
-                return run_layer(context, x, layer, number, state)
+                return run_layer(context, x, inputs)
 
         given = {}
         for letter, stack in self.stacks.items():
@@ -186,7 +185,7 @@ class PatternLoop:
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
             with jax.named_scope(self.paths[letter]):
-                x, state = own.run(self.context, x, layer, number, None)
+                x, state = own.run(self.context, x, LayerInputs(layer, number))
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.config import Training
+from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,
@@ -29,7 +30,7 @@ from mtjax.sharding.grad_accumulation import (
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
+from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.zero import gather_upfront
 
 SAVED = "saved"
@@ -46,8 +47,10 @@ Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 States = Any
 """Arrays that layers read and return besides hidden states, such as a KV cache, stacked like `Layers`; or None."""
-RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
-"""(hidden states, one layer, its number, its state) -> (hidden states, state)."""
+RunLayer = Callable[[Array, LayerInputs], tuple[Array, Any]]
+"""(hidden states, inputs of one layer) -> (hidden states, the layer's state)."""
+LoopOverLayers = Callable[[Array], tuple[Array, States]]
+"""(input of the first layer, [batch, act_seq, embed]) -> (output of the last, the layers' new states, stacked)."""
 SavePolicy = Callable[[Any], Any]
 """Wraps a layer function so that it saves less for the backward pass."""
 
@@ -114,16 +117,10 @@ class Recompute:
         return cls(training.recompute, method, number, training.recompute_offload, bool(training.unroll_layers))
 
 
-def scan_layers(
-    run: RunLayer,
-    x: Array,
-    layers: Layers,
-    numbers: Array,
-    recompute: Recompute,
-    states: States = None,
-    first: Array | None = None,
-) -> tuple[Array, States]:
-    """Runs layers one after the other, by the loop that suits their parameters and the recompute policy.
+def loop_over_layers(
+    run: RunLayer, inputs: LayerInputs, recompute: Recompute, first: Array | None = None
+) -> LoopOverLayers:
+    """Chooses the loop that suits the layers' parameters and the recompute policy.
 
     - Unstacked parameters: no loop, a Python `for` (`unroll_layers`).
     - Communication that can be overlapped with computation: `scan_with_prefetch`.
@@ -133,22 +130,20 @@ def scan_layers(
 
     Args:
       run: one layer.
-      x: input of the first layer, [batch, act_seq, embed].
-      layers: their parameters, stacked, [layers, ...].
-      numbers: the layers' numbers, int32 [layers].
+      inputs: of the layers, stacked, [layers, ...].
       recompute: what each layer saves for its backward pass.
-      states: the layers' states, stacked; None where there are none.
-      first: index in `layers` of the first layer to run, where the stack holds more; None where it holds just these.
+      first: index of the first layer to run, where the stack of parameters holds more; None where it holds just these.
 
     Returns:
-      The output of the last layer, and the layers' new states, stacked.
+      The function that runs the layers one after the other.
     """
+    layers, numbers, states = inputs
     if recompute.unrolls:
         from mtjax.models.unrolled import run_unrolled
         from mtjax.sharding.unstack import unstacked_layers
 
         if (unstacked := unstacked_layers(layers)) is not None:
-            return run_unrolled(run, recompute, x, unstacked, numbers, states)
+            return partial(run_unrolled, run, recompute, inputs._replace(parameters=unstacked))
     loops = loops_of(len(numbers), recompute)
     layers, sums = split_accumulators(layers)
     # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
@@ -158,24 +153,22 @@ def scan_layers(
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
 
         variants = [(loop.variant, loop.times) for loop in loops]
-        return scan_with_prefetch(run, loops[0].saving, variants, x, layers, numbers, sums)
+        return partial(scan_with_prefetch, run, loops[0].saving, variants, inputs._replace(parameters=layers), sums)
     # What a loop with prefetch gathers a layer ahead is gathered before this one.
-    stack: Any = (gather_upfront(layers), numbers, states)
+    stack = inputs._replace(parameters=gather_upfront(layers))
     if recompute.group > 1:
         from mtjax.models.recompute_methods import scan_groups
 
-        return scan_groups(run, x, stack, loops, sums, first, recompute.group)
+        return partial(scan_groups, run, recompute.group, stack, loops, sums, first)
     if len(loops) > 1 or sums is not None or first is not None:
-        return scan_accumulating(run, x, stack, loops, sums, first)
-    saved = loops[0].saved(run)
-    return lax.scan(lambda x, layer: saved(x, *layer), x, stack)
+        return partial(scan_accumulating, run, stack, loops, sums, first)
+    return partial(lax.scan, loops[0].saved(run), xs=stack)
 
 
-def can_prefetch(layers: Layers, fewest: int = 4) -> bool:
+def can_prefetch(layers: Layers, fewest: int = FEWEST_PREFETCHED) -> bool:
     """Returns whether a stack has communication to overlap, and enough layers for a loop."""
     found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
     is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
-    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
     return is_manual and len(jax.tree.leaves(found[0])[0]) >= fewest
 
 
@@ -199,12 +192,7 @@ def loops_of(count: int, recompute: Recompute) -> list[Loop]:
 
 
 def scan_accumulating(
-    run: RunLayer,
-    x: Array,
-    stack: tuple[Layers, Array, States],
-    loops: list[Loop],
-    sums: list[Array] | None,
-    offset: Array | None,
+    run: RunLayer, stack: LayerInputs, loops: list[Loop], sums: list[Array] | None, offset: Array | None, x: Array
 ) -> tuple[Array, States]:
     """Runs several loops over one stack; each backward iteration adds its layer's gradients to accumulators in place.
 
@@ -215,11 +203,11 @@ def scan_accumulating(
 
     Args:
       run: one layer.
-      x: input of the first layer, [batch, act_seq, embed].
       stack: parameters [layers of the stack, ...], and numbers and states of the layers to run, [layers, ...].
       loops: over its layers.
       sums: accumulators, float32 [layers of the stack, ...]; zeros when None.
       offset: index in the stack of the first layer to run; 0 when None.
+      x: input of the first layer, [batch, act_seq, embed].
 
     Returns:
       The output of the last layer, and the layers' states, stacked.
@@ -229,11 +217,12 @@ def scan_accumulating(
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
     def iteration(
-        x: Array, carried: list[Array], index: Array, number: Array, state: Any
+        carry: tuple[Array, list[Array]], scanned: tuple[Array, Array, Any]
     ) -> tuple[tuple[Array, list[Array]], Any]:
         """Runs the layer at `index`; `carried` is the stack, whose cotangents are the accumulators."""
+        (x, carried), (index, *of_layer) = carry, scanned
         layer, carried = accumulate_grads_into(index_layer(fixed, index), carried, index)
-        x, state = run(x, layer, number, state)
+        x, state = run(x, LayerInputs(layer, *of_layer))
         return (x, carried), state
 
     # The loops run over consecutive layers [first, first + count) of the stack.
@@ -244,7 +233,7 @@ def scan_accumulating(
         saved, count = loop.saved(iteration), loop.times
         indices = jnp.arange(first, first + count) + (0 if offset is None else offset)
         inputs = (indices, *jax.tree.map(lambda a, s=slice(first, first + count): a[s], scanned))
-        (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), inputs)
+        (x, carried), state = lax.scan(saved, (x, carried), inputs)
         states.append(state)
         first += count
     return seed_cotangents(sums, x, carried), jax.tree.map(lambda *of_loops: jnp.concatenate(of_loops), *states)

@@ -18,7 +18,7 @@ from jax.sharding import reshard
 
 from mtjax.sharding.after import after, first, of_ranks
 from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, varying_like
-from mtjax.sharding.param_comm import materialize
+from mtjax.sharding.param_comm import LayerInputs, materialize
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -45,7 +45,7 @@ def run_in_order(
     """Runs layers one after the other; each saves its input, and the backward pass recomputes one at a time.
 
     Args:
-      runs: of each layer: (hidden states, layer, its number, its state) -> (hidden states, state).
+      runs: of each layer: (hidden states, `LayerInputs`) -> (hidden states, state).
       saving: wraps such a function so that it saves its inputs only.
       x: input of the first layer, [batch, act_seq, embed].
       layers: parameters of each.
@@ -56,12 +56,13 @@ def run_in_order(
       The output of the last layer, and each layer's state.
     """
     # A custom_vjp may not close over tracers such as attention's mask: those of `runs` become arguments.
-    closed = {run: jax.closure_convert(run, x, layers[0], numbers[0], states[0]) for run in dict.fromkeys(runs)}
+    example = LayerInputs(layers[0], numbers[0], states[0])
+    closed = {run: jax.closure_convert(run, x, example) for run in dict.fromkeys(runs)}
     saved = {run: (saving(function), constants) for run, (function, constants) in closed.items()}
     after, tokens = [], Tokens(_no_token(x), _no_token(x))
     for i, layer in enumerate(layers):
         function, constants = saved[runs[i]]
-        x, tokens, state = cast(Any, _run(function, x, tokens, (layer, numbers[i], states[i], *constants)))
+        x, tokens, state = cast(Any, _run(function, x, tokens, (LayerInputs(layer, numbers[i], states[i]), *constants)))
         after.append(state)
     return x, after
 
@@ -93,7 +94,12 @@ def gradients_in_turn(run: Run) -> Run:
 
     XLA: would compute many of them after the backward pass of all layers, and hold for each what it is computed from.
     """
-    return lambda x, layer, *others: run(*_in_turn(x, materialize(layer)), *others)
+
+    def in_turn(x: Array, inputs: LayerInputs) -> tuple[Array, Tree]:
+        x, layer = _in_turn(x, materialize(inputs.parameters))
+        return run(x, inputs._replace(parameters=layer))
+
+    return in_turn
 
 
 @jax.custom_vjp

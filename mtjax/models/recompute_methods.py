@@ -19,6 +19,7 @@ from mtjax.models.recompute import (
     save_products,
     scan_accumulating,
 )
+from mtjax.sharding.param_comm import LayerInputs
 
 LAYER_INPUT = "layer input"
 
@@ -72,27 +73,29 @@ def save_input_on_host(run: Any) -> Any:
 
 
 def scan_groups(
-    run: RunLayer, x: Array, stack: Any, loops: list[Loop], sums: list[Array] | None, first: Array | None, group: int
+    run: RunLayer,
+    group: int,
+    stack: LayerInputs,
+    loops: list[Loop],
+    sums: list[Array] | None,
+    first: Array | None,
+    x: Array,
 ) -> tuple[Array, States]:
     """Scans over groups of layers that are recomputed from one input; arguments otherwise as of `scan_accumulating`."""
-    count = len(stack[1])
+    count = len(stack.number)
     # [layers / group, group, ...]
     stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
     of_group = partial(_run_group, run)
     if len(loops) > 1 or sums is not None or first is not None:
-        x, states = scan_accumulating(of_group, x, stack, loops, sums, first)
+        x, states = scan_accumulating(of_group, stack, loops, sums, first, x)
     else:
-        x, states = _scan(loops[0].saved(of_group), x, stack)
+        x, states = lax.scan(loops[0].saved(of_group), x, stack)
     return x, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
 
 
-def _run_group(run: RunLayer, x: Array, layers: Any, numbers: Array, states: States) -> tuple[Array, States]:
+def _run_group(run: RunLayer, x: Array, layers: LayerInputs) -> tuple[Array, States]:
     """Runs the layers of one group; while the group is recomputed, its layers save their products."""
-    return _scan(save_products(run, "none"), x, (layers, numbers, states))
-
-
-def _scan(run: RunLayer, x: Array, stack: Any) -> tuple[Array, States]:
-    return lax.scan(lambda x, layer: run(x, *layer), x, stack)
+    return lax.scan(save_products(run, "none"), x, layers)
 
 
 def check_offload(recompute: Recompute, platform: str) -> None:

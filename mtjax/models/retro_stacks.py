@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from mtjax.models.mixers.chunked import keys_of_rows
 from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import Norm
 from mtjax.models.pattern_stacks import PatternLoop
+from mtjax.models.recompute import LoopOverLayers
 from mtjax.models.stack import Residual, Stack
 from mtjax.sharding.grad_accumulation import seed_cotangents
 
@@ -68,28 +70,31 @@ class RetroStacks:
     letters: str
     """Letter of each layer of the decoder; of the first layer with chunked cross-attention R."""
 
-    def __call__(self, x: Residual, context: LayerContext, states: State = None) -> tuple[Residual, State]:
-        """Runs all layers; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours, tokens,
-        embed], or None."""
+    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+        """See `Stack.over_layers`; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours,
+        tokens, embed], or None."""
         assert states is None
+        return partial(self._run, context)
+
+    def _run(self, context: LayerContext, x: Residual) -> tuple[Residual, State]:
+        """Runs all layers."""
         neighbours, below = context.encoded, dataclasses.replace(context, encoded=None)
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
         loop, done = PatternLoop.of(used, below, None), dict.fromkeys(used, 0)
         before, _, behind = self.letters.partition("R")
-        with jax.named_scope("layers"):
-            (x, carried), _ = loop.run_all(f"{before}A", done, (x, loop.carried))
-            if neighbours is not None:
-                normed = self.norm(x)
-                keys = neighbour_keys(context.dropout_keys, len(neighbours))
-                # Segments and padding are the decoder's: a neighbour is one text, all of which is read.
-                alone = {"segment_ids": None, "padding": None, "reads": None}
-                inside = dataclasses.replace(below, **alone, normed=normed, is_causal=False, dropout_keys=keys)
-                encoder = "F" + "E" * (len(self.stacks["E"].order.flat) if "E" in self.stacks else 0)
-                encoding = dataclasses.replace(loop, context=inside)
-                (encoded, carried), _ = encoding.run_all(encoder, done, (neighbours, carried))
-                loop = dataclasses.replace(loop, context=dataclasses.replace(below, normed=normed, encoded=encoded))
-            carry, _ = loop.run_all(f"R{behind}", done, (x, carried))
-            return seed_cotangents(loop.sums, *carry), None
+        (x, carried), _ = loop.run_all(f"{before}A", done, (x, loop.carried))
+        if neighbours is not None:
+            normed = self.norm(x)
+            keys = neighbour_keys(context.dropout_keys, len(neighbours))
+            # Segments and padding are the decoder's: a neighbour is one text, all of which is read.
+            alone = {"segment_ids": None, "padding": None, "reads": None}
+            inside = dataclasses.replace(below, **alone, normed=normed, is_causal=False, dropout_keys=keys)
+            encoder = "F" + "E" * (len(self.stacks["E"].order.flat) if "E" in self.stacks else 0)
+            encoding = dataclasses.replace(loop, context=inside)
+            (encoded, carried), _ = encoding.run_all(encoder, done, (neighbours, carried))
+            loop = dataclasses.replace(loop, context=dataclasses.replace(below, normed=normed, encoded=encoded))
+        carry, _ = loop.run_all(f"R{behind}", done, (x, carried))
+        return seed_cotangents(loop.sums, *carry), None
 
 
 def neighbour_keys(keys: Array | None, rows: int) -> Array | None:

@@ -23,9 +23,9 @@ from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, scaled
 from mtjax.models.lora import Adapter, first_factor, gather_sequence_shared
-from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
+from mtjax.models.mixers.projected import ProjectedSelfAttention
 from mtjax.models.norms import make_norm
 from mtjax.models.project import project
 
@@ -76,7 +76,7 @@ def with_own_adapter(x: Array, context: LayerContext, name: str) -> tuple[Array,
     return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, name)
 
 
-class BlockAttention(SelfAttention):
+class BlockAttention(ProjectedSelfAttention):
     """Self-attention whose input is twice as wide as its output, with the adapters of a layer."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
@@ -87,7 +87,7 @@ class BlockAttention(SelfAttention):
         self.output = Linear(heads, embed, std=output_std, bias=False, sequence="act_seq", key=output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
-        """See `SelfAttention.project_in`."""
+        """See `ProjectedSelfAttention.project_in`."""
         if _adapter(context, "attention_adapter") is None:
             return super().project_in(x, context)
         for_product, for_adapter, own = with_own_adapter(x, context, "attention_adapter")

@@ -16,9 +16,9 @@ from mtjax.layout.stages import stack_order
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.recompute import LoopOverLayers, Recompute, loop_over_layers
 from mtjax.sharding.axes import num_shards
-from mtjax.sharding.param_comm import materialize
+from mtjax.sharding.param_comm import LayerInputs, materialize
 
 Residual = Float[Array, "batch act_seq embed"]
 """Hidden states between layers (the residual stream)."""
@@ -66,38 +66,35 @@ class Stack(nnx.Module):
             self.layers = draw_on_stages(draw, keys, self.order)
         self.recompute = recompute
 
-    def __call__(self, x: Residual, context: LayerContext, states: State = None) -> tuple[Residual, State]:
-        """Runs all layers one after the other.
+    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+        """Returns the function of hidden states that runs all layers one after the other.
 
         Args:
-          x: hidden states.
           context: other inputs of all layers.
           states: the layers' states, each array stacked along `layers`; None in training.
 
         Returns:
-          The hidden states, and the layers' new states, stacked likewise; None where no layer has any.
+          (hidden states) -> the hidden states, and the layers' new states, stacked likewise; None where no layer has
+          any.
         """
-        run, numbers = partial(run_layer, context), jnp.asarray(self.order.flat)
-        with jax.named_scope("layers"):
-            return scan_layers(run, x, self.layers, numbers, self.recompute, states)
+        layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
+        return loop_over_layers(partial(run_layer, context), layers, self.recompute)
 
 
 def _draw_layer(layer_type: type[Layer], model: Model, dtype: jax.typing.DTypeLike, kind: str, key: Array) -> Layer:
     return layer_type(model, dtype, kind=kind, key=key)
 
 
-def run_layer(context: LayerContext, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
+def run_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
     """Runs one layer, with its number and its dropout keys.
 
     Args:
       context: of all layers.
       x: hidden states, [batch, act_seq, embed].
-      layer: its parameters, perhaps wrapped: they are gathered here.
-      number: of the layer, int32 [].
-      state: of the layer.
+      inputs: of the layer; its parameters, a `Layer`, are perhaps wrapped: they are gathered here.
     """
     # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
-    return materialize(layer)(x, context_of_layer(context, number), state)
+    return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
 
 
 def context_of_layer(context: LayerContext, number: Array) -> LayerContext:

@@ -11,13 +11,12 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.layout.stages import PADDING
-from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.padding_layers import run_unless_padding
-from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.models.stack import Residual, Stack, context_of_layer, run_layer
-from mtjax.sharding.param_comm import materialize
+from mtjax.sharding.param_comm import LayerInputs, materialize
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ def in_chunk(recompute: Recompute) -> Recompute:
 
 
 def run_chunk(stack: Stack, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
-    """Runs the layers of a chunk one after the other, as `Stack.__call__` runs all layers; all of them when None."""
+    """Runs the layers of a chunk one after the other, as `Stack.over_layers` runs all layers; all of them when None."""
     here = layer_slice(stack, chunk)
     with jax.named_scope("layers"):
-        run = partial(here.run, context)
-        return scan_layers(run, x, stack.layers, here.numbers, here.recompute, first=here.first)
+        layers = LayerInputs(stack.layers, here.numbers)
+        return loop_over_layers(partial(here.run, context), layers, here.recompute, here.first)(x)
 
 
 def scatter_counts(
@@ -75,7 +74,8 @@ def scatter_counts(
     return jnp.where(is_same, counts, 0).sum(1)
 
 
-def run_padded_layer(context: LayerContext, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
+def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
     """Runs a layer as `run_layer` does; returns the hidden states unchanged where its number is `PADDING`."""
+    layer, number, state = inputs
     own = context_of_layer(context, number)
     return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)

@@ -96,7 +96,9 @@ def run_sections(
         hidden = section.embed(batch, keys, hidden)
         # Outside the loop over layers: all layers read the same positions, rotations and segments.
         context = section.context(batch, keys, hidden)
-        x, after[name] = section.stack(hidden.x, context, (states or {}).get(name))
+        with jax.named_scope("layers"):
+            run_layers = section.stack.over_layers(context, (states or {}).get(name))
+            x, after[name] = run_layers(hidden.x)
         hidden = hidden._replace(x=x)
     assert hidden is not None, "a model has a section"
     return hidden, after

@@ -10,7 +10,7 @@ from jax import Array
 
 from mtjax.models.recompute import Recompute, RunLayer, States, loops_of, traced_layer
 from mtjax.models.recompute_in_order import gradients_in_turn, run_in_order
-from mtjax.sharding.param_comm import ShardedParam
+from mtjax.sharding.param_comm import LayerInputs, ShardedParam
 
 
 @contextmanager
@@ -25,19 +25,16 @@ def unrolled_layers(layers: Any) -> Iterator[None]:
         traced_layer.reset(token)
 
 
-def run_unrolled(
-    run: RunLayer, recompute: Recompute, x: Array, layers: list[Any], numbers: Array, states: States
-) -> tuple[Array, States]:
+def run_unrolled(run: RunLayer, recompute: Recompute, inputs: LayerInputs, x: Array) -> tuple[Array, States]:
     """Runs layers without a loop, so that residuals are not copied into stacks.
 
     Args:
       run: one layer.
       recompute: what each saves for its backward pass.
+      inputs: of the layers; the parameters are a list of each one's.
       x: input of the first layer, [batch, act_seq, embed].
-      layers: parameters of each.
-      numbers: int32 [layers].
-      states: stacked, [layers, ...].
     """
+    layers, numbers, states = inputs
     each = [jax.tree.map(lambda a, i=i: a[i], states) for i in range(len(layers))]
     loops, after = loops_of(len(layers), recompute), []
     from_input = _saving_input(recompute, len(layers))
@@ -48,7 +45,7 @@ def run_unrolled(
         run = gradients_in_turn(run) if recompute.in_turn else run
         runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
         for i in range(from_input, len(layers)):
-            x, state = runs[i](x, layers[i], numbers[i], each[i])
+            x, state = runs[i](x, LayerInputs(layers[i], numbers[i], each[i]))
             after.append(state)
     return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 

@@ -4,6 +4,7 @@ Without pipeline stages the schedule is gradient accumulation: one microbatch af
 model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -130,26 +131,20 @@ class Accumulate:
 
 
 def distributed_gradients(
-    model: LossModel,
-    parameters: Tree,
-    batch: Tree,
-    region: ManualRegion,
-    schedule: MicrobatchSchedule,
-    reduction: Reduction,
-) -> tuple[Sums, Tree]:
-    """Computes losses and gradients of a global batch.
+    model: LossModel, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule, reduction: Reduction
+) -> Callable[[Tree, Tree], tuple[Sums, Tree]]:
+    """Returns the function that computes losses and gradients of a global batch.
 
     Args:
       model: differentiated; the weights of its losses already divide by global counts, so sums are means.
-      parameters: sharded as `storage_spec`.
-      batch: arrays [global_batch_size, ...], sharded along their first dimension.
+      batch: arrays [global_batch_size, ...] like those of the batch.
       region: in which it runs.
       schedule: the order of microbatches.
       reduction: how gradients of the trainable parameters are reduced.
 
     Returns:
-      The losses by name, float32 scalars; and float32 gradients of their sum, sharded as `storage_spec`, of the
-      trainable parameters.
+      (parameters sharded as `storage_spec`, the result of `region.shard_batch`) -> the losses by name, float32 scalars;
+      and float32 gradients of their sum, sharded as `storage_spec`, of the trainable parameters.
     """
     records = region.records
 
@@ -170,7 +165,7 @@ def distributed_gradients(
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
     results = PartitionSpec(), partition_specs(trained(records, records), "storage_spec")
-    return region.map(local, batch, results)(parameters, region.shard_batch(batch))
+    return region.map(local, batch, results)
 
 
 def distributed_losses(

@@ -7,7 +7,7 @@ gathered for each use is a `ShardedParam`, one whose gradient is reduced in the 
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +284,16 @@ def with_shards(wrapped: Tree, shards: Tree) -> Tree:
         return leaf.with_shard(shard) if is_wrapped(leaf) else shard
 
     return jax.tree.map(one, wrapped, shards, is_leaf=is_wrapped)
+
+
+class LayerInputs(NamedTuple):
+    """What a loop over layers passes to one of them, besides hidden states; or of several layers, stacked."""
+
+    parameters: Any
+    number: Array
+    """Number of the layer in the model, int32 []."""
+    state: Any = None
+    """What the layer reads and returns besides hidden states, such as a KV cache."""
 
 
 def index_layer(stacks: T, index: Any) -> T:

@@ -242,12 +242,13 @@ class TrainStep(ShardedModel):
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, len(batch["sample_index"]))
         model, region, parameters, batch = self.loss_inputs(parameters, batch)
-        inputs = (batch, weights, keys)
+        inputs = region.shard_batch((batch, weights, keys))
         schedule = self.microbatch_schedule(count)
         records = trained(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
+            gradients_of = distributed_gradients(model, inputs, region, schedule, reduction)
+            parts, gradients = gradients_of(parameters, inputs)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
         if scale is not None:

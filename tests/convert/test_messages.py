@@ -47,6 +47,14 @@ def test_another_activation_of_gemma_is_refused() -> None:
         family.model_settings({"hidden_act": "silu"}, frozenset(), "config.json")
 
 
+def test_a_gpt_neox_has_heads_of_the_width_that_its_sizes_give() -> None:
+    """transformers takes another one for the rotation alone."""
+    sizes, family = {"hidden_size": 48, "num_attention_heads": 6}, FAMILIES["gpt_neox"]
+    assert family.model_settings({**sizes, "head_dim": 8}, frozenset(), "")["num_heads"] == 6
+    with pytest.raises(UserError, match="head_dim is 3, but must be hidden_size / num_attention_heads, 8"):
+        family.model_settings({**sizes, "head_dim": 3}, frozenset(), "config.json")
+
+
 def test_null_under_another_name_contradicts_true() -> None:
     """transformers takes the other name, so that null leaves the biases out."""
     family, config = FAMILIES["sarvam_moe"], {"attention_bias": True, "use_qkv_bias": None}

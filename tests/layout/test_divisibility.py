@@ -149,19 +149,6 @@ CONTEXT = [
         "context_method is ring, .* some stages have fewer or other layers than others",
     ),
     (
-        {
-            "family": "hybrid",
-            "layer_pattern": "MZzM",
-            "num_layers": 4,
-            "activation": "geglu_exact",
-            "microbatch_size": 1,
-            "chunks": 2,
-            "pipeline_schedule": "interleaved",
-        },
-        "data=1,stage=2,model=1",
-        r"'MZzM' has layers that read shared blocks, and the 2 chunks of each of the 2 stages .* set chunks to 1",
-    ),
-    (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
         "num_layers 5 is not divisible by 2 stages; .* layers_per_stage",

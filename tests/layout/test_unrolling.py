@@ -5,6 +5,7 @@ import pytest
 from mtjax import config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import MOST_UNROLLED, Plan
+from mtjax.layout.stacks import FEWEST_PREFETCHED
 from tests.tiny import program_of, tiny_config
 
 EXPERTS = {"family": "llama", "num_experts": 4}
@@ -25,7 +26,9 @@ EXPERTS = {"family": "llama", "num_experts": 4}
         ({"family": "llama", "fp8": "delayed"}, "1x1", False),
         ({"rampup_batch_size": (4, 4, 100)}, "1x1", False),
         ({"zero": 3, "global_batch_size": 16}, "8x1", True),
-        ({"zero": 3, "global_batch_size": 16}, "16x1", False),  # prefetched in the loop, over links between servers
+        # prefetched in the loop, over links between servers, if that has four layers
+        ({"zero": 3, "global_batch_size": 16, "num_layers": FEWEST_PREFETCHED}, "16x1", False),
+        ({"zero": 3, "global_batch_size": 16, "num_layers": FEWEST_PREFETCHED - 1}, "16x1", True),
         ({"global_batch_size": 32, "microbatch_size": 1}, "16x1", True),  # reduced after the last microbatch
         ({"num_layers": MOST_UNROLLED + 1}, "1x1", False),
     ],

@@ -22,10 +22,11 @@ from mtjax.models.families.registry import MODEL_CLASSES
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
-from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.models.stack import Stack, run_layer
 from mtjax.models.trunk import HiddenStates, Section, run_sections
 from mtjax.sharding.axes import spec, use_rules
+from mtjax.sharding.param_comm import LayerInputs
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.train.step import make_train_step
 from tests.tiny import VOCAB, batch_of, mesh_of, num_carried, program_of, run_steps, tiny_config
@@ -157,7 +158,7 @@ def on_mesh(program: Any, function: Any) -> Any:
 def run_layers(
     layers: Any, numbers: Any, x: Any, context: LayerContext, recompute: Recompute, states: Any = None
 ) -> Any:
-    return scan_layers(partial(run_layer, context), x, layers, numbers, recompute, states)
+    return loop_over_layers(partial(run_layer, context), LayerInputs(layers, numbers, states), recompute)(x)
 
 
 def cut(layers: Any, part: slice) -> Any:
@@ -273,7 +274,7 @@ def test_layers_without_a_state_scan_the_stream_alone():
     model = program.model(program.initialize(0).parameters)
     x = jnp.zeros((8, 16, 32))
     with use_rules(program.layout.rules), jax.set_mesh(program.mesh):
-        traced = jax.make_jaxpr(lambda x: model.stack(x, LayerContext()))(x)
-        _, states = jax.eval_shape(lambda x: model.stack(x, LayerContext()), x)
+        traced = jax.make_jaxpr(lambda x: model.stack.over_layers(LayerContext())(x))(x)
+        _, states = jax.eval_shape(model.stack.over_layers(LayerContext()), x)
     (scan,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
     assert states is None and len(scan.outvars) == num_carried(scan) == 1

@@ -9,6 +9,7 @@ import pytest
 from mtjax.config.layer_pattern import expanded
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
+from mtjax.sharding.prefetch import pattern as pattern_scan
 from mtjax.sharding.prefetch import scan
 from mtjax.train.step import make_train_step
 from tests.inspect.steps import needs_aot, tiny
@@ -140,3 +141,16 @@ def test_gradients_are_sent_before_the_next_gather_beside_tensor_parallel_collec
     assert len(waited) == times
     for known, index in waited:
         assert known and all(array.shape[0] == LAYERS["num_layers"] for array in known) and index.shape == ()
+
+
+@pytest.mark.parametrize("mesh", ["4x2", "4x1"])
+def test_in_patterns_the_next_gather_waits_for_a_part_of_the_backward_pass_too(mesh, monkeypatch):
+    """For the sums of the layer above and the gradient of one matrix, the output's, which comes first."""
+    waited, width = [], tiny_config().model.hidden_size
+    monkeypatch.setattr(pattern_scan, "after", lambda known, x: waited.append([a.shape for a in known]) or x)
+    program = make_train_step(tiny_config(**LAYERS | pattern("(*-)x4"), mesh=mesh), mesh_of(mesh))
+    program.lower_step()
+    # The last layer's parameters are still there; those of a loop are traced once.
+    attention, mlp = (8, 4, width), (4 * width, width)
+    assert [shapes[-1] for shapes in waited] == ([mlp, attention] * 2 if mesh == "4x2" else [])
+    assert all(shape[0] == 4 for shapes in waited[1:] for shape in shapes[:-1])

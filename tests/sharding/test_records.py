@@ -111,8 +111,8 @@ def test_a_new_name_may_be_split_over_two_mesh_axes():
     region, reduction = ManualRegion(shape, rules, records), Reduction(records, zero=0, num_microbatches=2)
     with jax.set_mesh(mesh):
         batch = jax.device_put(x, NamedSharding(mesh, partition_spec(rules, ("batch",))))
-        step = jax.jit(lambda p, b: distributed_gradients(Whole(loss_sum), p, b, region, Accumulate(2), reduction))
-        losses, gradients = step(parameters, batch)
+        gradients_of = distributed_gradients(Whole(loss_sum), batch, region, Accumulate(2), reduction)
+        losses, gradients = jax.jit(gradients_of)(parameters, region.shard_batch(batch))
     products = [rows @ samples.T for rows, samples in zip(np.split(table, 2), np.split(x, 2), strict=True)]
     expected = [2 * product @ samples for product, samples in zip(products, np.split(x, 2), strict=True)]
     np.testing.assert_allclose(losses["loss"], sum((product**2).sum() for product in products), rtol=1e-5)

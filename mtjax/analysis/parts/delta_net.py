@@ -13,7 +13,7 @@ from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.delta_kernels import DeltaSizes, delta_kernels
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba, of_convolution, of_pieces
-from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products, linear, weight
+from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products
 from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
@@ -26,6 +26,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_groups
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import delta_weights
 
 DELTA_INPUTS, DELTA_OUTPUT = "delta net inputs", "delta net output"
 
@@ -36,23 +37,7 @@ class DeltaNet(Mamba):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads, taps = {"embed": self.hidden}, {"heads": self.heads}, {"taps": self.model.ssm_conv}
-        inner = {**heads, "head_dim": self.model.ssm_head_dim}
-        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
-        return [
-            *self.norm.weights("delta", self.hidden),
-            weight("delta.inputs.gate_value", {**embed, "gate": 2, **inner}),
-            weight("delta.inputs.query_key", {**embed, **shared}),
-            weight("delta.inputs.beta", {**embed, **heads}),
-            weight("delta.inputs.rate", {**embed, **heads}),
-            weight("delta.conv", {**taps, **inner}),
-            weight("delta.conv_query_key", {**taps, **shared}),
-            weight("delta.rate_bias", heads),
-            weight("delta.a_log", heads),
-            weight("delta.norm_scale", {"head_dim": self.model.ssm_head_dim}),
-            *linear("delta.output", inner, embed, bias=False, rank=self.rank),
-            *self._adapter_of_inputs("delta", "query_key", "beta", "rate"),
-        ]
+        return self._weights_of("delta", delta_weights(self.model))
 
     def _width(self, tensor_degree: int) -> float:
         """Outputs of the first matmul on a rank."""

@@ -41,6 +41,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import latent_products
 
 LATENTS = "latents"
 """The kind of saved activations: products of hidden states with the matrices to the latents."""
@@ -96,20 +97,14 @@ class LatentAttention(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, query = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.still + self.rotated}
-        weights, low = [*self.norm.weights("attention", self.hidden)], {"bias": False, "rank": self.rank}
-        if self.query_latent:
-            latent = {"latent": self.query_latent}
-            weights += linear("attention.query_down", embed, latent, **low)
-            weights.append(weight("attention.query_norm.scale", latent))
-            weights += linear("attention.query_up", latent, query, **low)
-        else:
-            weights += linear("attention.query", embed, query, **low)
-        up = {"heads": self.heads, "head_dim": self.still + self.value}
-        weights += linear("attention.key_value_down", embed, {"latent": self.latent + self.rotated}, **low)
-        weights.append(weight("attention.key_value_norm.scale", {"latent": self.latent}))
-        weights += linear("attention.key_value_up", {"latent": self.latent}, up, **low)
-        return [*weights, *linear("attention.output", {"heads": self.heads, "head_dim": self.value}, embed, **low)]
+        widths = {"still": self.still, "rotated": self.rotated, "value": self.value}
+        latents = {"latent": self.latent, "query_latent": self.query_latent}
+        weights = self.norm.weights("attention", self.hidden)
+        for name, sizes in latent_products(self.hidden, self.heads, **latents, **widths).items():
+            if name.endswith("_up"):
+                weights.append(weight(f"attention.{name.removesuffix('_up')}_norm.scale", sizes.inputs))
+            weights += linear(f"attention.{name}", *sizes, bias=False, rank=self.rank)
+        return weights
 
     @property
     def scores(self) -> Scores:

@@ -38,6 +38,7 @@ from mtjax.config.adapters import ADAPTER, RANK
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
+from mtjax.layout.weights import Sizes, mamba_weights, recurrent_inputs, recurrent_output
 
 STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT = "state-space inputs", "state-space output"
 
@@ -75,38 +76,21 @@ class Mamba(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads, taps = {"embed": self.hidden}, {"heads": self.heads}, {"taps": self.model.ssm_conv}
-        inner = {**heads, "head_dim": self.model.ssm_head_dim}
-        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
-        return [
-            *self.norm.weights("mamba", self.hidden),
-            weight("mamba.inputs.gate_value", {**embed, "gate": 2, **inner}),
-            weight("mamba.inputs.b_c", {**embed, **shared}),
-            weight("mamba.inputs.rate", {**embed, **heads}),
-            weight("mamba.conv", {**taps, **inner}),
-            weight("mamba.conv_bias", inner),
-            weight("mamba.conv_b_c", {**taps, **shared}),
-            weight("mamba.conv_b_c_bias", shared),
-            weight("mamba.rate_bias", heads),
-            weight("mamba.a_log", heads),
-            weight("mamba.skip", heads),
-            *([weight("mamba.norm_scale", inner)] if self.model.ssm_norm else []),
-            *linear("mamba.output", inner, embed, bias=False, rank=self.rank),
-            *self._adapter_of_inputs("mamba", "b_c", "rate"),
-        ]
+        return self._weights_of("mamba", mamba_weights(self.model))
 
-    def _adapter_of_inputs(self, mixer: str, shared_part: str, *of_heads: str) -> list[Weight]:
-        """Returns the adapter of the first product, whose B has its parts, by their names."""
+    def _weights_of(self, mixer: str, sizes: Mapping[str, Sizes]) -> list[Weight]:
+        """Returns the weights of a mixer with a recurrent state, from their dimensions, with those of its norms and
+        output, and its adapters: that of the first product has a B for each of its parts."""
+        own = [weight(f"{mixer}.{name}", each) for name, each in sizes.items()]
+        output = linear(f"{mixer}.output", *recurrent_output(self.model), bias=False, rank=self.rank)
+        weights = [*self.norm.weights(mixer, self.hidden), *own, *output]
         if not self.rank:
-            return []
-        name, rank, heads = f"{mixer}.inputs.{ADAPTER}", {RANK: self.rank}, {"heads": self.heads}
-        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
-        return [
-            weight(f"{name}.a", {"embed": self.hidden, **rank}),
-            weight(f"{name}.gate_value", {**rank, "gate": 2, **heads, "head_dim": self.model.ssm_head_dim}),
-            weight(f"{name}.{shared_part}", {**rank, **shared}),
-            *(weight(f"{name}.{part}", {**rank, **heads}) for part in of_heads),
+            return weights
+        adapter, rank = f"{mixer}.inputs.{ADAPTER}", {RANK: self.rank}
+        parts = [
+            weight(f"{adapter}.{name}", {**rank, **part.outputs}) for name, part in recurrent_inputs(sizes).items()
         ]
+        return [*weights, weight(f"{adapter}.a", {"embed": self.hidden, **rank}), *parts]
 
     @property
     def elementwise(self) -> Elementwise:

@@ -18,8 +18,20 @@ from mtjax.convert.families.decoder_rows import Names
 from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, fields, window
 from mtjax.convert.families.rope import rope
+from mtjax.errors import UserError
 
 FRACTION = "partial_rotary_factor"
+
+
+def _check_head_dim(values: Json) -> Settings:
+    """Refuses heads of another width, which transformers would rotate as if they had it."""
+    width = values["hidden_size"] // values["num_attention_heads"]
+    if values.get("head_dim") not in (None, width):
+        raise UserError(
+            f"head_dim is {values['head_dim']!r}, but must be hidden_size / num_attention_heads, {width}, in a gpt_neox"
+        )
+    return {}
+
 
 GPT_NEOX = decoder(
     "gpt_neox",
@@ -33,6 +45,7 @@ GPT_NEOX = decoder(
     ROTARY,
     rope(fraction="rotary_pct", theta="rotary_emb_base"),
     biases("attention_bias", with_mlp=True),
+    Part(("head_dim",), _check_head_dim, lambda _: {}),
     Part(
         ("use_parallel_residual",),
         lambda values: {"parallel_residual": "two_norms" if values["use_parallel_residual"] else "no"},

@@ -163,7 +163,9 @@ class T5(WithVocabulary):
         batch = {"encoder_tokens": tokens, "encoder_mask": mask, "position_ids": in_table(self.positions, positions)}
         section = self.sections["encoder.stack"]
         hidden = section.embed(batch, None, None)
-        return self.encoder.finish(section.stack(hidden.x, section.context(batch, None, hidden))[0], None)
+        with jax.named_scope("layers"):
+            x, _ = section.stack.over_layers(section.context(batch, None, hidden))(hidden.x)
+        return self.encoder.finish(x, None)
 
     def embed_new(
         self, tokens: Int[Array, "batch seq"], cache_positions: CachePositions, length: int

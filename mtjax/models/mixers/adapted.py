@@ -10,8 +10,9 @@ from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
-from mtjax.models.mixers.attention import FusedQKV, SelfAttention
+from mtjax.models.mixers.attention import FusedQKV
 from mtjax.models.mixers.mlp import MLP
+from mtjax.models.mixers.projected import ProjectedSelfAttention
 from mtjax.sharding.kv_heads import heads_in_use
 
 QKV_SITE, OUTPUT_SITE, UP_SITE, DOWN_SITE = 5, 6, 7, 8
@@ -45,7 +46,7 @@ class Adapted(nnx.Module):
         return self.output(mixed) + adapter_of(self.output)(dropped)
 
 
-class AdaptedSelfAttention(Adapted, SelfAttention):
+class AdaptedSelfAttention(Adapted, ProjectedSelfAttention):
     """Self-attention with adapters."""
 
     target = "attention"
@@ -64,7 +65,7 @@ class AdaptedSelfAttention(Adapted, SelfAttention):
         add_adapter(self.output, 2, self.low, output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
-        """See `SelfAttention.project_in`."""
+        """See `ProjectedSelfAttention.project_in`."""
         return self.add_to_qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
 
     def add_to_qkv(self, for_product: Array, for_adapter: Array) -> tuple[Array, Array, Array]:

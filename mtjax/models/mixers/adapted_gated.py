@@ -8,10 +8,15 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared
 from mtjax.models.mixers.adapted import QKV_SITE, AdaptedSelfAttention
 from mtjax.models.mixers.gated_attention import GatedSelfAttention
+from mtjax.models.mixers.mixer import State
 
 
 class AdaptedGatedAttention(AdaptedSelfAttention, GatedSelfAttention):
     """Self-attention with a gate and adapters; that of the gate has the input of the others."""
+
+    def __call__(self, x: Array, context: LayerContext, state: State) -> tuple[Array, State]:
+        """See `GatedSelfAttention.__call__`."""
+        return GatedSelfAttention.__call__(self, x, context, state)
 
     def add_adapters(self, model: Model, key: Array) -> None:
         """See `Adapted.add_adapters`."""

@@ -59,7 +59,7 @@ class InputAdapter(nnx.Module):
     def __init__(self, inputs: GroupedProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
         """Draws A as `mtjax.models.lora.Adapter` does; B is 0."""
         self.a = first_factor({"embed": model.hidden_size, RANK: low.rank}, model.hidden_size, key)
-        self.names = ("gate_value", inputs.shared, *inputs.of_heads)
+        self.names = inputs.names
         for name, part in zip(self.names, inputs.parts(), strict=True):
             setattr(self, name, _second_factor(part, low.rank))
         self.scale, self.groups = low.scale, ssm_groups(model)

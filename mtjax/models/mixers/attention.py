@@ -88,7 +88,9 @@ class SelfAttention(nnx.Module):
         Returns:
           The output, and the new state.
         """
-        mixed, state = self.mix(*self.project_in(x, context), context, state)
+        # All-gathers sequences that are sharded, and computes query, key and value of the ranks' heads.
+        query, key, value = self.qkv(gather_sequence(x, self.qkv.rule))
+        mixed, state = self.mix(query, key, value, context, state)
         return self.project_out(mixed, context), state
 
     def mix(
@@ -115,10 +117,6 @@ class SelfAttention(nnx.Module):
         from mtjax.models.kernels.cached import append_and_attend
 
         return append_and_attend(query, key, value, context, state, options, self.relative)
-
-    def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
-        """All-gathers sequences, and computes query, key and value of the ranks' heads."""
-        return self.qkv(gather_sequence(x, self.qkv.rule))
 
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""

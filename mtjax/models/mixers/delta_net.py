@@ -13,11 +13,12 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.layout.weights import delta_weights
 from mtjax.models.kernels.delta_rule import DeltaInputs, delta_passage, delta_scan, delta_step
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
 from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.recurrent import GroupedProjection, RecurrentMixer
+from mtjax.models.mixers.recurrent import RecurrentMixer
 from mtjax.sharding.axes import num_shards
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class GatedDeltaNet(RecurrentMixer):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters: those of every recurrent mixer."""
-        super().__init__(model, DeltaProjection, output_std=output_std, key=key)
-        self.norm_scale = constant(1.0, {"head_dim": model.ssm_head_dim})
+        sizes = delta_weights(model)
+        super().__init__(model, sizes, output_std=output_std, key=key)
+        self.norm_scale = constant(1.0, sizes["norm_scale"])
 
     def recur(
         self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
@@ -104,10 +106,3 @@ def _unit(x: Array, length: float) -> Array:
     """Scales vectors to a length, in float32."""
     wide = x.astype(jnp.float32)
     return (wide * (length * lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + EPSILON))).astype(x.dtype)
-
-
-class DeltaProjection(GroupedProjection):
-    """Gate, value, query, key, beta and the rate."""
-
-    shared: ClassVar[str] = "query_key"
-    of_heads: ClassVar[tuple[str, ...]] = ("beta", "rate")

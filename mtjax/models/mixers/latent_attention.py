@@ -30,6 +30,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_windows, head_dim
+from mtjax.layout.weights import ProductSizes, Sizes, latent_products
 from mtjax.models.kernels.cached import attend_latent
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
@@ -49,9 +50,9 @@ EPSILON = 1e-6
 class LatentNorm(nnx.Module):
     """RMSNorm of a latent; the result has the type of the input."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         """Builds scale 1."""
-        self.scale = constant(1.0, {"latent": width})
+        self.scale = constant(1.0, sizes)
 
     def __call__(self, x: Float[Array, "batch act_seq latent"]) -> Float[Array, "batch act_seq latent"]:
         """Applies to the last dimension."""
@@ -66,9 +67,9 @@ class Up(nnx.Module):
     rule: ProductRule | None = None
     """Of the product; see `project`."""
 
-    def __init__(self, inputs: dict[str, int], heads: int, width: int, std: float, key: Array) -> None:
+    def __init__(self, sizes: ProductSizes, std: float, key: Array) -> None:
         """Draws the weight, [*inputs, heads, head_dim]."""
-        self.weight = normal(key, {**inputs, "heads": heads, "head_dim": width}, std)
+        self.weight = normal(key, sizes.weight, std)
 
     def __call__(self, x: Float[Array, "batch act_seq width"]) -> Float[Array, "batch seq heads head_dim"]:
         """Computes the heads of all tokens of a sequence."""
@@ -88,23 +89,28 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
-        keys, std, heads = jax.random.split(key, 5), model.init_std, model.num_heads
-        embed, latent, query_latent = {"embed": model.hidden_size}, model.kv_lora_rank, model.q_lora_rank
+        keys, std = jax.random.split(key, 5), model.init_std
+        sizes = latent_products(
+            model.hidden_size,
+            model.num_heads,
+            latent=model.kv_lora_rank,
+            query_latent=model.q_lora_rank,
+            still=model.qk_nope_head_dim,
+            rotated=model.qk_rope_head_dim,
+            value=model.v_head_dim,
+        )
         # Matrices to the latents are replicated over tensor parallel ranks, as all heads read the entire latent.
         low = {"std": std, "bias": False, "sequence": "act_seq"}
-        if query_latent:
-            self.query_down = Linear(embed, {"latent": query_latent}, **low, key=keys[0])
-            self.query_norm = LatentNorm(query_latent)
-            self.query_up = Up({"latent": query_latent}, heads, head_dim(model), std, keys[1])
+        if model.q_lora_rank:
+            self.query_down = Linear(*sizes["query_down"], **low, key=keys[0])
+            self.query_norm = LatentNorm(sizes["query_up"].inputs)
+            self.query_up = Up(sizes["query_up"], std, keys[1])
         else:
-            self.query = Up(embed, heads, head_dim(model), std, keys[1])
-        self.key_value_down = Linear(embed, {"latent": latent + model.qk_rope_head_dim}, **low, key=keys[2])
-        self.key_value_norm = LatentNorm(latent)
-        self.key_value_up: Up | AbsorbedUp = Up(
-            {"latent": latent}, heads, model.qk_nope_head_dim + model.v_head_dim, std, keys[3]
-        )
-        mixed = {"heads": heads, "head_dim": model.v_head_dim}
-        self.output = Linear(mixed, embed, std=output_std, bias=False, sequence="act_seq", key=keys[4])
+            self.query = Up(sizes["query"], std, keys[1])
+        self.key_value_down = Linear(*sizes["key_value_down"], **low, key=keys[2])
+        self.key_value_norm = LatentNorm(sizes["key_value_up"].inputs)
+        self.key_value_up: Up | AbsorbedUp = Up(sizes["key_value_up"], std, keys[3])
+        self.output = Linear(*sizes["output"], std=output_std, bias=False, sequence="act_seq", key=keys[4])
         self.model = model
         # The default scale is that of queries in training, not of the wider queries of cached latents.
         options = attention_options(model)

@@ -13,11 +13,12 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
+from mtjax.layout.weights import mamba_weights
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant, scaled
 from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.recurrent import GroupedProjection, RecurrentMixer, merged, shared_sizes
+from mtjax.models.mixers.recurrent import RecurrentMixer, merged
 from mtjax.sharding.axes import num_shards, spec
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use, heads_of_ranks
 
@@ -36,13 +37,12 @@ class Mamba(RecurrentMixer):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters: those of every recurrent mixer; D is 1."""
-        super().__init__(model, InputProjection, output_std=output_std, key=key)
-        heads = {"heads": ssm_heads(model)}
-        inner = {**heads, "head_dim": model.ssm_head_dim}
-        self.conv_bias, self.conv_b_c_bias = constant(0.0, inner), constant(0.0, shared_sizes(model))
-        self.skip = constant(1.0, heads)
+        sizes = mamba_weights(model)
+        super().__init__(model, sizes, output_std=output_std, key=key)
+        self.conv_bias, self.conv_b_c_bias = constant(0.0, sizes["conv_bias"]), constant(0.0, sizes["conv_b_c_bias"])
+        self.skip = constant(1.0, sizes["skip"])
         if model.ssm_norm:
-            self.norm_scale = constant(1.0, inner)
+            self.norm_scale = constant(1.0, sizes["norm_scale"])
 
     def recur(
         self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
@@ -131,10 +131,3 @@ class Mamba(RecurrentMixer):
             own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", "heads")
             scale = jnp.einsum("bsg,ug->bsu", scale, own, precision=HIGHEST, out_sharding=place)
         return (y * scale[..., None, None] * self.by_groups(self.norm_scale[...])).astype(gate.dtype)
-
-
-class InputProjection(GroupedProjection):
-    """Gate, value, B, C and dt."""
-
-    shared: ClassVar[str] = "b_c"
-    of_heads: ClassVar[tuple[str, ...]] = ("rate",)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.config import Model
 from mtjax.config.ssm import ssm_groups, ssm_heads
+from mtjax.layout.weights import ProductSizes, Sizes, recurrent_inputs, recurrent_output
 from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.layer_context import LayerContext
@@ -41,21 +42,21 @@ class RecurrentMixer(nnx.Module):
     scope: ClassVar[str]
     init_number: ClassVar[int]
     dropout_site: ClassVar[int]
+    conv: nnx.Param
     shared_taps: ClassVar[str]
     """Name of the parameter with the convolution of the two vectors that a group shares."""
 
-    def __init__(self, model: Model, inputs: "type[GroupedProjection]", *, output_std: float, key: Array) -> None:
+    def __init__(self, model: Model, sizes: Mapping[str, Sizes], *, output_std: float, key: Array) -> None:
         """Draws the parameters: A uniform in 1 to 16, the convolution uniform within taps^-0.5 (mamba-ssm)."""
-        self.model, heads = model, {"heads": ssm_heads(model)}
-        inner, taps = {**heads, "head_dim": model.ssm_head_dim}, {"taps": model.ssm_conv}
+        self.model = model
         keys, bound = iter(jax.random.split(key, 6)), model.ssm_conv**-0.5
-        self.inputs = inputs(model, key=next(keys))
-        self.conv = uniform(next(keys), {**taps, **inner}, -bound, bound)
-        setattr(self, self.shared_taps, uniform(next(keys), {**taps, **shared_sizes(model)}, -bound, bound))
-        self.rate_bias = _initial_rate_bias(next(keys), heads)
-        self.a_log = nnx.Param(jnp.log(uniform(next(keys), heads, 1.0, 16.0)[...]), axes=("heads",))
-        embed = {"embed": model.hidden_size}
-        self.output = Linear(inner, embed, std=output_std, bias=False, sequence="act_seq", key=next(keys))
+        self.inputs = GroupedProjection(model, recurrent_inputs(sizes), key=next(keys))
+        for name in ("conv", self.shared_taps):
+            setattr(self, name, uniform(next(keys), sizes[name], -bound, bound))
+        self.rate_bias = _initial_rate_bias(next(keys), sizes["rate_bias"])
+        self.a_log = nnx.Param(jnp.log(uniform(next(keys), sizes["a_log"], 1.0, 16.0)[...]), axes=("heads",))
+        output = recurrent_output(model)
+        self.output = Linear(*output, std=output_std, bias=False, sequence="act_seq", key=next(keys))
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -181,20 +182,11 @@ class GroupedProjection(nnx.Module):
     pass reduces one cotangent of the input.
     """
 
-    shared: ClassVar[str]
-    """Name of the parameter of the two vectors that a group shares."""
-    of_heads: ClassVar[tuple[str, ...]]
-    """Names of those with one number for each head."""
-
-    def __init__(self, model: Model, *, key: Array) -> None:
+    def __init__(self, model: Model, parts: Mapping[str, ProductSizes], *, key: Array) -> None:
         """Draws the weights of gate and value, of the two shared vectors, and of the numbers of each head."""
-        embed, heads = {"embed": model.hidden_size}, {"heads": ssm_heads(model)}
-        keys, std = jax.random.split(key, 2 + len(self.of_heads)), model.init_std
-        self.gate_value = normal(keys[0], {**embed, "gate": 2, **heads, "head_dim": model.ssm_head_dim}, std)
-        setattr(self, self.shared, normal(keys[1], {**embed, **shared_sizes(model)}, std))
-        for i, name in enumerate(self.of_heads):
-            setattr(self, name, normal(keys[2 + i], {**embed, **heads}, std))
-        self.groups = ssm_groups(model)
+        self.names, self.groups = tuple(parts), ssm_groups(model)
+        for (name, sizes), own in zip(parts.items(), jax.random.split(key, len(parts)), strict=True):
+            setattr(self, name, normal(own, sizes.weight, model.init_std))
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes, of each group in use: gate, value, the two shared vectors, the numbers of each head."""
@@ -202,7 +194,7 @@ class GroupedProjection(nnx.Module):
 
     def parts(self) -> tuple[nnx.Param, ...]:
         """Returns the parameters in the order of the product."""
-        return self.gate_value, *(getattr(self, name) for name in (self.shared, *self.of_heads))
+        return tuple(getattr(self, name) for name in self.names)
 
     def assembled(self) -> "AssembledProjection":
         """Assembles the parameters once, for many products with few tokens (generation)."""
@@ -230,11 +222,6 @@ def assembled_by_groups(parts: Sequence[nnx.Param], groups: int) -> Float[Array,
     gate_value, shared = by_groups(gate_value, groups, 2), heads_in_use(shared, "groups")
     halves = [merged(gate_value[:, 0], 2), merged(gate_value[:, 1], 2), shared[:, 0], shared[:, 1]]
     return jnp.concatenate([*halves, *(by_groups(part, groups, 1) for part in of_heads)], -1)
-
-
-def shared_sizes(model: Model) -> dict[str, int]:
-    """Returns the dimensions of the two vectors that a group shares."""
-    return {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
 
 
 def by_groups(parameter: Array, groups: int, before: int = 0) -> Array:

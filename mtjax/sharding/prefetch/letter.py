@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from mtjax.sharding.grad_accumulation import add_to_layer, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import (
@@ -29,7 +29,7 @@ class LetterLayers(NamedTuple):
     """The layers of one letter of a pattern, as a model passes them."""
 
     run: Run
-    """One layer: (hidden states, layer, its number, None) -> (hidden states, state)."""
+    """One layer: (hidden states, its `LayerInputs`) -> (hidden states, state)."""
     saving: Callable[[Run], Run]
     """Wraps such a function so that it saves less for its backward pass."""
     layers: Tree
@@ -83,6 +83,8 @@ class Letter:
     """Tree of the function's results."""
     constants: Sequence[tuple[bool, int]]
     """Of each constant of `function`: whether it is differentiable, and its index among these `Constants`."""
+    last_matrix: int | None
+    """Of the trainable parameters with communication: the matrix that the layer reads last, if there is one."""
 
     @property
     def uses(self) -> list[int]:
@@ -172,6 +174,10 @@ class Letter:
         gradient, parameters, own, constants = vjp.of(again)(cotangents)
         return gradient, self.loop.unreduced(parameters), own, constants
 
+    def earliest(self, gradients: list[Array]) -> list[Array]:
+        """Selects, of the unreduced gradients of a layer, that of a matrix which its backward pass computes first."""
+        return [] if self.last_matrix is None else [gradients[self.last_matrix]]
+
     def accumulate(self, sums: Shards, own: list[Any], place: Any) -> Shards:
         """Adds the gradients of a layer's parameters without communication to their accumulators."""
         return sums._replace(
@@ -210,7 +216,11 @@ def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter,
     example = (loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(stacks.resident, 0), given.numbers[0])
     function, shapes = jax.make_jaxpr(run, return_shape=True)(x, *example)
     letter = Letter(
-        loop, function, jax.tree.structure(shapes), [_place_of_constant(array, shared) for array in function.consts]
+        loop,
+        function,
+        jax.tree.structure(shapes),
+        [_place_of_constant(array, shared) for array in function.consts],
+        _last_matrix(function, example[0], loop.is_trainable),
     )
     own = Shards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
     if sums is None:
@@ -228,3 +238,23 @@ def _place_of_constant(array: Any, shared: Constants) -> tuple[bool, int]:
     if found is None:
         among.append(array)
     return is_differentiable, len(among) - 1 if found is None else found
+
+
+def _last_matrix(function: ClosedJaxpr, parameters: list[Any], is_trainable: Sequence[bool]) -> int | None:
+    """Returns which of the trainable parameters is the matrix that a layer reads last; None without one.
+
+    Args:
+      function: of the layer: hidden states, parameters, others.
+      parameters: those with communication.
+      is_trainable: whether each of them is.
+    """
+    read = {var: place for place, eqn in enumerate(function.jaxpr.eqns) for var in eqn.invars if isinstance(var, Var)}
+    variables = iter(function.jaxpr.invars[1:])
+    leaves = [[next(variables) for _ in jax.tree.leaves(parameter)] for parameter in parameters]
+    trained = [own for own, flag in zip(leaves, is_trainable, strict=True) if flag]
+    places = {
+        index: max(read.get(var, -1) for var in own)
+        for index, own in enumerate(trained)
+        if any(var.aval.ndim > 1 for var in own)
+    }
+    return max(places, key=lambda index: places[index], default=None)

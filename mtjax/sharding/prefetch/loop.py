@@ -12,7 +12,15 @@ from jax import Array, lax
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.grad_accumulation import add_to_layer
-from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, communicated, gather, index_layer, reduce_gradient
+from mtjax.sharding.param_comm import (
+    LayerInputs,
+    ReplicatedParam,
+    ShardedParam,
+    communicated,
+    gather,
+    index_layer,
+    reduce_gradient,
+)
 from mtjax.sharding.trainable import NoGrad
 from mtjax.sharding.zero import gather_layer
 
@@ -124,7 +132,7 @@ def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:
     def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
         prefetched_iter, resident_iter = iter(prefetched), iter(resident)
         layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
-        return run(x, layer, number, None)
+        return run(x, LayerInputs(layer, number))
 
     return run_flat
 

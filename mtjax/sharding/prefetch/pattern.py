@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.config.layer_pattern import Run, joined_loops
-from mtjax.sharding.after import barrier
+from mtjax.sharding.after import after, barrier, is_tensor_parallel
 from mtjax.sharding.prefetch.letter import (
     Constants,
     Letter,
@@ -156,10 +156,11 @@ def _forward(
         (x, gathered), states, saved = carry, [], []
         places = program.places(loop_index, index)
         following = [*places[1:], program.above(loop_index, index)]
-        for (letter, place), after in zip(places, following, strict=True):
+        for (letter, place), above in zip(places, following, strict=True):
             ahead = gathered
-            if after is not None:
-                (x, gathered), ahead = _gathered_after(program, (x, gathered), after, stacks)
+            if above is not None:
+                (x, gathered), index = _index_after((x, gathered), above)
+                ahead = program.letters[above.letter].gather(stacks[above.letter], index)
             x, state, vjp = program.letters[letter].forward(x, gathered, stacks[letter], place, shared, saves=saves)
             states += [] if state is None else [state]
             saved.append(vjp)
@@ -179,17 +180,27 @@ def _forward(
     return carry[0], list(states), list(saved), carry[1]
 
 
-def _gathered_after(
-    program: _Program, known: tuple[Array, list[Array]], place: _Place, stacks: Mapping[str, Stacks]
-) -> tuple[tuple[Array, list[Array]], list[Array]]:
-    """Returns `known`, and the gathered parameters of a layer, which XLA can't begin to gather before it has computed
-    `known`: what the layer before reads."""
+def _index_after(known: tuple[Array, list[Array]], place: _Place) -> tuple[tuple[Array, list[Array]], Array]:
+    """Returns `known`, and the index of a layer, which XLA can't begin to gather before it has computed `known`: what
+    the layer before reads."""
     # Otherwise XLA would gather all layers of an iteration at its beginning, and outside loops gather a layer once for
     # both passes, and hold all layers in full. And it would gather two neighbouring layers in one all-gather, if none
     # depended on the other.
-    letter = program.letters[place.letter]
-    known, index = lax.optimization_barrier((known, jnp.asarray(place.index)))
-    return known, letter.gather(stacks[place.letter], index)
+    return lax.optimization_barrier((known, jnp.asarray(place.index)))
+
+
+class _Passed(NamedTuple):
+    """What the backward pass of a layer hands to that of the layer below."""
+
+    gradient: Array
+    """Of the hidden states."""
+    gathered: list[Array]
+    """Sharded parameters of the layer below, in full."""
+    waiting: list[Array]
+    """The layer's gradients, not reduced yet."""
+    sums: Mapping[str, Shards]
+    of_constants: list[Array]
+    """Gradients of the constants."""
 
 
 def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, list[Tree]]) -> tuple[Any, ...]:
@@ -206,52 +217,77 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
     shared, stacks = Constants(constants, inputs.others), inputs.stacks
 
-    def iteration(loop_index: int, carry: Any, scanned: Any) -> tuple[Any, None]:
-        gradient, gathered, waiting, sums, of_constants = carry
+    def iteration(loop_index: int, carry: _Passed, scanned: Any) -> tuple[_Passed, None]:
         index, vjps, states = scanned
         places, above, states = program.places(loop_index, index), program.above(loop_index, index), list(states)
         lower = [program.below(loop_index, places[0], index), *places[:-1]]
-        sums, of_constants = dict(sums), list(of_constants)
-        for (letter, place), vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
-            if above is not None:
-                pending = Pending(above.letter, waiting, above.index)
-                sums[above.letter] = program.letters[above.letter].reduce(sums[above.letter], pending)
-            own, under = program.letters[letter], []
-            if below is not None and not program.letters[below.letter].loop.saves_gathered:
-                (gradient, gathered), under = _gathered_after(program, (gradient, gathered), below, stacks)
-            state = states.pop() if own.has_state else None
-            found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
-            gradient, waiting, of_resident, of_shared = found
-            # The end of a layer, as that of an iteration: XLA would compute gradients of matrices after other layers,
-            # and reduce those of two neighbouring layers together.
-            reduced = {} if above is None else {above.letter: sums[above.letter]}
-            gradient, waiting, reduced = barrier((gradient, waiting, reduced))
-            sums |= reduced
-            sums[letter] = own.accumulate(sums[letter], of_resident, place)
-            for i, grad in zip(own.uses, of_shared, strict=True):
-                of_constants[i] = of_constants[i] + grad
-            gathered, above = under, _Place(letter, place)
-        return (gradient, gathered, waiting, sums, of_constants), None
+        for place, vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
+            state = states.pop() if program.letters[place.letter].has_state else None
+            carry = _layer_backward(program, carry, (vjp, state), (above, place, below), shared, stacks)
+            above = place
+        return carry, None
 
     loops = program.loops
-    carry = (*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
+    carry = _Passed(*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
     for loop_index in reversed(range(len(loops))):
         scanned = (saved[loop_index], state_cotangents[loop_index])
         if loops[loop_index].times > 1:
             # Only the stacks of this loop: XLA would copy the others, too.
-            *before, sums, of_constants = carry
-            used = {letter: sums[letter] for letter in dict.fromkeys(loops[loop_index].unit)}
+            sums = carry.sums
+            carry = carry._replace(sums={letter: sums[letter] for letter in dict.fromkeys(loops[loop_index].unit)})
             scanned = (jnp.arange(loops[loop_index].times), *scanned)
-            (*before, used, of_constants), _ = lax.scan(
-                partial(iteration, loop_index), (*before, used, of_constants), scanned, reverse=True
-            )
-            carry = (*before, {**sums, **used}, of_constants)
+            carry, _ = lax.scan(partial(iteration, loop_index), carry, scanned, reverse=True)
+            carry = carry._replace(sums={**sums, **carry.sums})
         else:
             carry, _ = iteration(loop_index, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
-    gradient, _, waiting, sums, of_constants = carry
     first = program.loops[0].unit[0]
-    sums = {**sums, first: program.letters[first].reduce(sums[first], Pending(first, waiting, 0))}
-    return gradient, sums, of_constants, None
+    reduced = program.letters[first].reduce(carry.sums[first], Pending(first, carry.waiting, 0))
+    return carry.gradient, {**carry.sums, first: reduced}, carry.of_constants, None
+
+
+def _layer_backward(
+    program: _Program,
+    given: _Passed,
+    saved: tuple[Any, Tree],
+    places: tuple[_Place | None, _Place, _Place | None],
+    shared: Constants,
+    stacks: Mapping[str, Stacks],
+) -> _Passed:
+    """Runs the backward pass of a layer, overlapped with the communication of its neighbours.
+
+    Args:
+      program: the description.
+      given: by the layer above.
+      saved: what the forward pass saved, and the cotangents of the layer's state.
+      places: the layer above, the layer, and the layer below.
+      shared: constants.
+      stacks: of all letters.
+    """
+    (gradient, gathered, waiting, sums, of_constants), (above, (letter, place), below) = given, places
+    own, sums, of_constants = program.letters[letter], dict(sums), list(of_constants)
+    if above is not None:
+        pending = Pending(above.letter, waiting, above.index)
+        sums[above.letter] = program.letters[above.letter].reduce(sums[above.letter], pending)
+    reduced, index, under = {} if above is None else {above.letter: sums[above.letter]}, None, []
+    if below is not None and not program.letters[below.letter].loop.saves_gathered:
+        (gradient, gathered), index = _index_after((gradient, gathered), below)
+    vjp, state = saved
+    found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
+    gradient, waiting, of_resident, of_shared = found
+    if below is not None and index is not None:
+        # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would wait for the
+        # gradients where it begins with the gather, at once: the gather waits for a part of the backward pass, too.
+        known = [*(array for each in reduced.values() for array in each.prefetched), *own.earliest(waiting)]
+        index = after(known, index) if known and is_tensor_parallel() else index
+        under = program.letters[below.letter].gather(stacks[below.letter], index)
+    # The end of a layer, as that of an iteration: XLA would compute gradients of matrices after other layers, and
+    # reduce those of two neighbouring layers together.
+    gradient, waiting, reduced = barrier((gradient, waiting, reduced))
+    sums |= reduced
+    sums[letter] = own.accumulate(sums[letter], of_resident, place)
+    for i, grad in zip(own.uses, of_shared, strict=True):
+        of_constants[i] = of_constants[i] + grad
+    return _Passed(gradient, under, waiting, sums, of_constants)
 
 
 def _last_gathered(
@@ -263,8 +299,8 @@ def _last_gathered(
     if program.saves_last or program.letters[letter].loop.saves_gathered:
         return gradient, last
     end = _Place(letter, program.before(len(program.loops))[letter] - 1)
-    (gradient, _), gathered = _gathered_after(program, (gradient, []), end, stacks)
-    return gradient, gathered
+    (gradient, _), index = _index_after((gradient, []), end)
+    return gradient, program.letters[letter].gather(stacks[letter], index)
 
 
 _run.defvjp(_run_forward, _run_backward)

@@ -34,7 +34,7 @@ from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
 from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
-from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
+from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import (
     PrefetchLoop,
     Run,
@@ -80,26 +80,26 @@ def scan_with_prefetch(
     run: Run,
     saving: Callable[[Run], Run],
     variants: Sequence[tuple[Callable[[Run], Run], int]],
-    x: Array,
-    layers: Tree,
-    numbers: Array,
+    inputs: LayerInputs,
     sums: list[Array] | None,
+    x: Array,
 ) -> tuple[Array, Tree]:
     """Runs layers one after the other, with the communication of one overlapped with the computation of another.
 
     Args:
-      run: one layer: (hidden states, layer, its number, None) -> (hidden states, state).
+      run: one layer: (hidden states, its inputs) -> (hidden states, state).
       saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
       variants: what wraps `run` in a loop of its own over the next layers, and how many; most models have one.
-      x: input of the first layer, [batch, act_seq, embed].
-      layers: their parameters, [layers, ...]; some are `ShardedParam`, or `ReplicatedParam` over ranks.
-      numbers: the layers' numbers, int32 [layers].
+      inputs: of the layers, [layers, ...], without states; some parameters are `ShardedParam`, or `ReplicatedParam`
+        over ranks.
       sums: accumulators of their gradients, in the order of their `differentiable_shards`; zeros when None.
+      x: input of the first layer, [batch, act_seq, embed].
 
     Returns:
       The output of the last layer, and each layer's state, [layers, ...].
     """
-    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    numbers = inputs.number
+    leaves, tree = jax.tree.flatten(inputs.parameters, is_leaf=is_wrapped)
     is_prefetched = [communicated(leaf) is not None for leaf in leaves]
     prefetched, resident = partition(leaves, is_prefetched)
 

@@ -1,9 +1,9 @@
 """Runs of megatron-core with its distributed optimizer, in four processes by gloo: saved, gone on with, and resumed.
 
-`python -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank. `train` trains the cases of `RESUMED`
-for `SAVED` steps, saves each with several layouts of the optimizer, and goes on to the end: `NAME-train.npz` has the
-losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there. `tiny` writes what
-`tests/convert/resumed.zip` holds.
+`python -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank; `ranks` of this folder starts them.
+`train` trains the cases of `RESUMED` for `SAVED` steps, saves each with several layouts of the optimizer, and goes on
+to the end: `NAME-train.npz` has the losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from
+there. `tiny` writes what `tests/convert/resumed.zip` holds.
 """
 
 import argparse
@@ -265,5 +265,5 @@ def main(mode: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # megatron-core spawns processes that write, which import this module
+if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))

@@ -9,6 +9,7 @@ what `tests/convert/torch_dist.zip` holds.
 import argparse
 import contextlib
 import os
+import queue
 import shutil
 import sys
 import zlib
@@ -28,10 +29,15 @@ torch.cuda.synchronize = lambda *_: None  # pyright: ignore[reportAttributeAcces
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from tests.parity.megatron_core.cases import DISTRIBUTED, MODELS, TINY, TOKENS, VOCAB, Degrees
 from tests.parity.megatron_core.models import ITERATION, build, fill, logits_of, shaken, sharded
 from tests.parity.megatron_core.models import save as save_legacy
+
+# Else every rank would start a process, which imports torch and megatron-core, for a queue that saves in the background
+# need, and these have none.
+filesystem_async._results_queue = queue.Queue()
 
 PATIENCE = 4
 """Minutes that a rank waits for the others."""
@@ -158,5 +164,5 @@ def main(mode: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # megatron-core spawns processes that write, which import this module
+if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
