@@ -404,8 +404,8 @@ FAULTS = (
     ),
     Fault(
         "8-bit floats: a run that has counted powers of two goes on with exact scales",
-        "if before.fp8_scales != now.fp8_scales:",
-        "if False:",
+        '"fp8_scales": "the state of delayed has counts of one kind of scales",',
+        "",
         "train",
         "test_scales_of_earlier_steps",
     ),
@@ -436,6 +436,13 @@ FAULTS = (
         "add = jnp.add",
         "train",
         "test_scores_and_weights_do_not_depend_on_the_mesh",
+    ),
+    Fault(
+        "QK-clip: in blocks, scores of tokens that do not attend to each other count",
+        "largest = _hidden(products, seen).max(-1) if observes",
+        "largest = products.max(-1) if observes",
+        "sharding",
+        "test_the_largest_scores_of_blocks",
     ),
     Fault(
         "QK-clip: a group of query heads is scaled by its least largest score",

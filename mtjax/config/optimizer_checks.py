@@ -119,7 +119,8 @@ def check_qk_clip(config: Config) -> None:
         return
     against = {
         f"the family {model.family}": model.family not in ("gpt", "llama"),
-        f"attention {model.attention}, which does not keep the largest scores": model.attention not in ("auto", "xla"),
+        f"attention {model.attention}, which does not keep the largest scores": model.attention
+        not in ("auto", "xla", "blocks"),
         "qk_norm, which normalizes queries and keys whatever their weights": model.qk_norm,
         f"qkv_clip {model.qkv_clip}, which clips queries and keys": model.qkv_clip is not None,
         f"LoRA, which freezes query and key weights, and lora_rank is {model.lora_rank}": model.lora_rank > 0,

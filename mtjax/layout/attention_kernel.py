@@ -113,8 +113,6 @@ def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
         yield "it runs on GPUs only"
     if model.attention_dropout > 0:
         yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
-    if config.optimizer.qk_clip:
-        yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
     if training.compute_dtype == "float32":
         yield f"it needs a 16-bit compute_dtype, and compute_dtype is {training.compute_dtype}"
     if training.deterministic:
@@ -125,6 +123,8 @@ def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
 
 def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
     """Yields what rules out cuDNN's kernel on these GPUs."""
+    if config.optimizer.qk_clip:
+        yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
     width, widest, tokens = head_dim(config.model), 256 if capability >= HOPPER else 128, config.model.sequence_length
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"

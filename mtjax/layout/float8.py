@@ -4,8 +4,26 @@ from collections.abc import Iterator
 
 from mtjax.config import Model
 from mtjax.config.float8 import ENDS, MULTIPLE, float8_products, unfit_products
+from mtjax.errors import UserError
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
+
+LEAST_CAPABILITY = (8, 9)
+"""Compute capability from which GPUs multiply 8-bit floats: Ada and Hopper."""
+
+
+def check_float8_gpu(fp8: str, name: str, capability: tuple[int, ...]) -> None:
+    """Checks that GPUs have 8-bit products.
+
+    Raises:
+      UserError: they have none.
+    """
+    if capability < LEAST_CAPABILITY:
+        least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+        raise UserError(
+            f"fp8 {fp8} needs a GPU with 8-bit products, of compute capability {least} or more, and {name} has "
+            f"{found}: remove fp8"
+        )
 
 
 def float8_problems(model: Model, plan: Plan) -> Iterator[str]:

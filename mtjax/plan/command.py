@@ -19,6 +19,7 @@ from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.layout.attention_kernel import Capability
 from mtjax.layout.divisibility import check, check_config
+from mtjax.layout.float8 import check_float8_gpu, float8_note
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.plan.hints import hints
@@ -55,6 +56,8 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
     _check_imbalance(anatomy, options)
+    if (fp8 := run_config.training.fp8) != "none":
+        check_float8_gpu(fp8, server.gpu.description, server.gpu.compute_capability)
     check_snapshots(anatomy.model, options.state_snapshots)
     if options.gpus is not None or options.days is not None:
         plan = _search(console, anatomy, run_config, teacher, server, options, given, source)
@@ -99,6 +102,8 @@ def _report(
     plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # raises where servers would not be full
     print_report(console, anatomy, plan, server, options)
+    if note := float8_note(anatomy.model, plan):
+        console.print(f"\nNote:  {note}", soft_wrap=True)
     limit = options.usable * server.gpu.memory
     for hint in hints(anatomy, plan, server, run_config, limit):
         console.print(f"\nHint:  {hint}", soft_wrap=True)

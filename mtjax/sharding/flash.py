@@ -70,8 +70,9 @@ class FlashKernel(Protocol):
         out: Array,
         statistics: Array,
         gradient: Array,
-    ) -> tuple[Array, Array, Array]:
-        """Computes the gradients of `inputs`: query, key and value."""
+    ) -> tuple[Array, ...]:
+        """Computes the gradients of `inputs`: query, key and value. A kernel that observes scores, for the gradient of
+        `largest_scores`, also returns the largest of each row, float32 [rows, heads, seq]."""
         ...
 
 
@@ -137,7 +138,7 @@ class Either:
         out: Array,
         statistics: Array,
         gradient: Array,
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, ...]:
         """See `FlashKernel`."""
 
         def run(kernel: FlashKernel) -> Callable[..., Any]:
@@ -160,6 +161,7 @@ def flash_attention(
     kernel: FlashKernel,
     more: Any = None,
     sinks: Float[Array, " heads"] | None = None,
+    largest_scores: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Computes softmax attention without materializing the probabilities.
 
@@ -171,11 +173,13 @@ def flash_attention(
       kernel: of one rank.
       more: a tree of what else the kernel reads, without gradients; see `FlashKernel`.
       sinks: of each head, a logit added to the softmax's denominator; the kernel's statistics are log-sums then.
+      largest_scores: zeros, whose gradient is each head's largest score; the kernel observes them then.
     """
     sinks = None if sinks is None else varying_like(sinks, query)
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq")
     specs = (PartitionSpec(), spec("heads"), spec("batch", "seq"), statistics, heads)
-    return _flash(_OnRanks(kernel, specs, names), query, key, value, sinks, more)
+    ranks = _OnRanks(kernel, specs, names, largest_scores is not None)
+    return _flash(ranks, query, key, value, sinks, largest_scores, more)
 
 
 class _OnRanks(NamedTuple):
@@ -185,6 +189,8 @@ class _OnRanks(NamedTuple):
     specs: tuple[PartitionSpec, ...]
     """By the number of dimensions: scalars, [heads], [batch, seq], [batch, heads, seq], [batch, seq, heads, width]."""
     names: tuple[str, str]
+    observes: bool
+    """Whether the kernel returns the largest scores of rows."""
 
     def map(self, body: Callable[..., Any], dimensions: Any) -> Callable[..., Any]:
         """Maps `body` over the shards of its arguments; `dimensions` are the numbers of its results' dimensions."""
@@ -198,14 +204,28 @@ class _OnRanks(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any) -> Array:
+def _flash(
+    ranks: _OnRanks,
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    largest_scores: Array | None,
+    more: Any,
+) -> Array:
     if sinks is not None:
-        return _flash_forward(ranks, query, key, value, sinks, more)[0]
+        return _flash_forward(ranks, query, key, value, sinks, largest_scores, more)[0]
     return no_hoist(ranks.map(ranks.kernel, 4), query, key, value, more)
 
 
 def _flash_forward(
-    ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any
+    ranks: _OnRanks,
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None,
+    largest_scores: Array | None,
+    more: Any,
 ) -> tuple[Array, Saved]:
     """Runs the kernel; its residuals leave the map as outputs."""
     # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
@@ -217,7 +237,7 @@ def _flash_forward(
     return out, ((query, key, value), sinks, more, out, statistics)
 
 
-def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array, Array, Array, Array | None, None]:
+def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array | None, ...]:
     """Runs the kernel's backward pass with the saved output and statistics.
 
     Args:
@@ -226,13 +246,13 @@ def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Arr
       gradient: of the output.
 
     Returns:
-      Gradients of query, key, value and sinks.
+      Gradients of query, key, value and sinks, and the largest score of each head.
     """
     inputs, sinks, more, out, statistics = saved
-    gradients = ranks.map(ranks.kernel.backward, (4, 4, 4))(inputs, more, out, statistics, gradient)
-    if sinks is None:
-        return *gradients, None, None
-    return *gradients, gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient), None
+    dimensions = (4, 4, 4, 3) if ranks.observes else (4, 4, 4)
+    found = ranks.map(ranks.kernel.backward, dimensions)(inputs, more, out, statistics, gradient)
+    of_sinks = None if sinks is None else gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient)
+    return *found[:3], of_sinks, found[3].max((0, 2)) if ranks.observes else None, None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

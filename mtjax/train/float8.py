@@ -13,7 +13,7 @@ from jax.sharding import Mesh, auto_axes, reshard
 
 from mtjax.config import Config
 from mtjax.config.float8 import EXPONENTS, STATE, quantizes_once
-from mtjax.errors import UserError
+from mtjax.layout.float8 import check_float8_gpu
 from mtjax.layout.layouts import Layout
 from mtjax.models.evaluation import Evaluation
 from mtjax.models.float8 import UNSEEN
@@ -26,6 +26,8 @@ from mtjax.sharding.float8_weights import Float8Reduction, quantize_stack
 from mtjax.train.step import TrainStep
 
 Tree = Any
+LONGEST_CHAIN = 6
+"""A layer's products of which each reads the one before, at most: values pass scales that are too small one by one."""
 JOINED = ("query", "key_value")
 """Linear layers of grouped attention, which are one product with one state."""
 
@@ -41,12 +43,9 @@ class Float8Step(TrainStep):
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
-        capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
-        if device.platform != "cpu" and capability < (8, 9):
-            raise UserError(
-                f"fp8 {config.training.fp8} needs a GPU with 8-bit products, of compute capability 8.9 or more, and "
-                f"{device.device_kind} has {device.compute_capability}: remove fp8"
-            )
+        if device.platform != "cpu":
+            capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
+            check_float8_gpu(config.training.fp8, device.device_kind, capability)
         super().__init__(config, mesh, layout)
 
     def is_trainable(self, name: str) -> bool:
@@ -129,7 +128,7 @@ class Float8Step(TrainStep):
         is_known, before = self._scales_of(state)
         if is_known:
             return state, None
-        most = self.config.model.num_layers + 2
+        most = self.config.model.num_layers + LONGEST_CHAIN
         for passes in range(1, most + 1):
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
             _, after = self._scales_of(state)

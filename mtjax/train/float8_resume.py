@@ -6,6 +6,12 @@ from mtjax.errors import UserError
 from mtjax.layout.float8 import products_on
 from mtjax.runtime.checkpoints.past import Past
 
+KEPT = {
+    "fp8_scales": "the state of delayed has counts of one kind of scales",
+    "fp8_format": "the scales of gradients are those that fit its type, and would clip another's",
+}
+"""Settings that delayed scaling keeps, each with why."""
+
 
 def check_float8_layers(past: Past, config: Config) -> None:
     """Checks that each product with delayed scaling has scales of earlier steps, and the others none.
@@ -22,12 +28,12 @@ def check_float8_layers(past: Past, config: Config) -> None:
         )
     if now.fp8 != "delayed":
         return
-    if before.fp8_scales != now.fp8_scales:
-        raise UserError(
-            f"the checkpoint of step {past.step} was saved with fp8_scales {before.fp8_scales}, and fp8_scales is "
-            f"{now.fp8_scales}: the state of delayed has counts of one kind of scales; resume with --fp8-scales "
-            f"{before.fp8_scales}, or begin a new run from its weights with --init-from"
-        )
+    for name, why in KEPT.items():
+        if (then := getattr(before, name)) != (here := getattr(now, name)):
+            raise UserError(
+                f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: {why}; resume "
+                f"with --{name.replace('_', '-')} {then}, or begin a new run from its weights with --init-from"
+            )
     fitted, fit = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
     if fitted != fit:
         raise UserError(

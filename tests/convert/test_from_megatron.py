@@ -351,7 +351,7 @@ SETTINGS = {
         "adam_mu_dtype": "bfloat16",
         "offload": None,
     },
-    "--qk-clip --qk-clip-threshold 50": {"qk_clip": 50.0, "qk_clip_alpha": None, "attention": "xla"},
+    "--qk-clip --qk-clip-threshold 50": {"qk_clip": 50.0, "qk_clip_alpha": None, "attention": None},
     "--qk-clip --qk-clip-alpha 0.25": {"qk_clip": 100.0, "qk_clip_alpha": 0.25},
     "--qk-clip --qk-layernorm --qk-clip-threshold 50": {"qk_clip": None, "attention": None},
     "--qk-clip-alpha 0.25": {"qk_clip": None, "qk_clip_alpha": None},

@@ -248,6 +248,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--config", "gpt2-small", "--gpus", "13"], "13 GPUs form no mesh"),
         (["--config", "gpt2-large", "--mesh", "8x1", "--target", "h100x7"], "8 GPUs don't fill servers of 7"),
         (["--gpus", "1", "--target", "v100x16", "--global-batch-size", "32"], "no plan for 1 GPUs fits"),
+        (["--fp8", "--target", "a100-80x8"], "of compute capability 8.9 or more, and NVIDIA A100-SXM4-80GB has 8.0"),
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),

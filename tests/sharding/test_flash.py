@@ -1,12 +1,13 @@
 """The road around the flash kernel, with another in its place: no GPU here."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, reshard
 
 from mtjax.layout.attention_kernel import choose_kernel
 from mtjax.layout.layouts import TENSOR
@@ -17,13 +18,14 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.packed import Packed
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.layer_context import LayerContext
-from mtjax.sharding.axes import partition_spec, use_rules
+from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.flash import Differentiable, flash_attention
 from tests.tiny import gradients_like, mesh_of, program_of, run_steps, tiny_config
 
 HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
 TOKENS = partition_spec(TENSOR.rules, ("batch", "seq"))
 SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
+OF_HEADS = partition_spec(TENSOR.rules, ("heads",))
 
 
 def stand_in_for(query, key, value, *, scale=None, is_causal=True, window=None):
@@ -230,6 +232,38 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())
 
 
+@pytest.mark.parametrize(("mesh", "window"), [("2x4", 5), pytest.param("2x4", None, marks=pytest.mark.long)], ids=str)
+def test_the_largest_scores_of_blocks_are_those_that_numpy_finds(mesh, window, monkeypatch):
+    """Before a cap, biases and sinks, of tokens that attend to each other, in the samples of all ranks."""
+    monkeypatch.setattr(in_blocks, "queries_at_a_time", lambda rows, keys: 4)
+    place, random = mesh_of(mesh), np.random.default_rng(0)
+    query, key, value = (random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, 4, 4))
+    documents = np.cumsum(random.random((8, 32)) < 0.2, axis=1, dtype=np.int32)
+    batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in (query, key, value)]
+    batch.append(jax.device_put(documents, NamedSharding(place, TOKENS)))
+    bounds = options_of(window) if window else AttentionOptions(softcap=2.0, alibi=SLOPES, scale=0.3)
+
+    def loss_sum(zeros, batch):
+        with use_rules(TENSOR.rules):
+            *products, documents = batch
+            products = [reshard(a, spec("batch", "seq", "heads", "head_dim")) for a in products]
+            sinks = None if window else sinks_of(products[0])
+            options = dataclasses.replace(bounds, largest_scores=zeros["attention"]["largest_scores"], sinks=sinks)
+            return (in_blocks.attend(*products, LayerContext(segment_ids=documents), options) ** 2).sum()
+
+    with jax.set_mesh(place):
+        zeros = jax.device_put(np.zeros(8, np.float32), NamedSharding(place, OF_HEADS))
+        names, zeros = ({"attention": {"largest_scores": each}} for each in (("heads",), zeros))
+        found = jax.jit(lambda: gradients_like(loss_sum, names, zeros, batch, mesh))()[1]["attention"]["largest_scores"]
+    scores = np.einsum("bqhd,bkhd->bhqk", *(a.astype(np.float64) for a in (query, np.repeat(key, 2, 2))))
+    order = np.arange(32)
+    seen = (order[:, None] >= order) & (documents[:, :, None] == documents[:, None, :])
+    if window:
+        seen &= order[:, None] - order < window
+    known = np.where(seen[:, None], scores, -np.inf).max((0, 2, 3)) * (0.25 if window else 0.3)
+    np.testing.assert_allclose(found, known, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "mesh", [pytest.param("2x2", marks=pytest.mark.long), pytest.param("1x1", marks=pytest.mark.exhaustive)]
 )
@@ -273,7 +307,9 @@ def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch
         ({"attention": "blocks"}, "cpu", "blocks", None),
         ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "blocks", None),
         ({"attention_dropout": 0.1, "sequence_length": 16384}, "gpu", "xla", None),
-        ({"qk_clip": 50.0, "sequence_length": 16384}, "gpu", "xla", None),
+        ({"qk_clip": 50.0}, "gpu", "xla", None),
+        ({"qk_clip": 50.0, "sequence_length": 16384}, "gpu", "blocks", None),
+        ({"qk_clip": 50.0, "attention": "blocks"}, "cpu", "blocks", None),
     ],
 )
 def test_kernel_is_cudnn_where_it_can_be(fields, device, kernel, reason):

@@ -519,25 +519,26 @@ def test_a_product_that_no_layer_has_is_an_error(monkeypatch: pytest.MonkeyPatch
         make_train_step(tiny_config(fp8="delayed"), mesh_of("1x1"))
 
 
-LORA: dict[str, Any] = {"lora_rank": 4, **LLAMA}
+LORA: dict[str, Any] = {"lora_rank": 4, "family": "llama"}
 
 
 @LONG
 @pytest.mark.parametrize(
     ("recipe", "mesh", "fields"),
     [
-        ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True}),
-        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
-        ("rowwise", "2x1", {"zero": 1}),
+        ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
+        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full", **LLAMA}, marks=pytest.mark.exhaustive),
+        ("rowwise", "2x1", {"zero": 1, **LLAMA}),
     ],
     ids=str,
 )
 def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
     recipe: str, mesh: str, fields: Any
 ) -> None:
-    found, state, _ = losses(mesh, fp8=recipe, **LORA, **fields)
-    expected, alone, program = losses("1x1", 3, fp8=recipe, **LORA)
-    plain, _, _ = losses("1x1", 3, **LORA)
+    found, state, _ = losses(mesh, fp8=recipe, **LORA | fields)
+    fields = LORA | {name: value for name, value in fields.items() if name not in PARALLEL}
+    expected, alone, program = losses("1x1", 3, fp8=recipe, **fields)
+    plain, _, _ = losses("1x1", 3, **fields)
     assert found == pytest.approx(expected, rel=1e-4)  # of each microbatch its own scales: docs/float8.md
     assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6
     frozen = select_frozen(program.records, jax.tree.map(np.asarray, alone.parameters))
@@ -569,7 +570,7 @@ def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
-        ({"num_experts": 4, "lora_rank": 4}, "does not support LoRA of experts, and num_experts is 4"),
+        ({"num_experts": 4, "lora_rank": 4}, "LoRA of experts, and num_experts is 4: .* would gain less than 1%"),
         ({"lora_rank": 4, **LATENT}, "does not support LoRA of latent attention, and kv_lora_rank is 16"),
         (
             {"fp8_bf16_first_layers": 1, **EXPERTS},
@@ -610,6 +611,12 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
             {"fp8": "delayed", "fp8_scales": "exact"},
             "saved with fp8_scales power-of-two, and .* is exact: .*; resume with --fp8-scales power-of-two, or",
         ),
+        (
+            {"fp8": "delayed"},
+            {"fp8": "delayed", "fp8_format": "e4m3"},
+            "saved with fp8_format hybrid, and fp8_format is e4m3: .*; resume with --fp8-format hybrid, or",
+        ),
+        ({"fp8": "rowwise", "fp8_format": "e4m3"}, {"fp8": "rowwise"}, None),
         ({"fp8": "tensorwise"}, {}, None),
         ({"fp8": "rowwise", "fp8_scales": "exact"}, {"fp8": "tensorwise"}, None),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "2x2"}, None),

@@ -130,6 +130,30 @@ def test_weights_of_heads_with_too_large_scores_are_those_of_numpy(fields: dict[
     ("mesh", "fields"),
     [
         pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, **GROUPED}, id="zero 3"),
+        pytest.param(
+            "2x2",
+            {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "attention": "blocks", **GROUPED},
+            id="zero 3, in blocks",
+            marks=LONG,
+        ),
+        pytest.param(
+            "2x1",
+            {"zero": 2, "microbatch_size": 1, "recompute": "full", "attention": "blocks", "optimizer": "muon"},
+            id="zero 2, in blocks",
+            marks=LONG,
+        ),
+        pytest.param(
+            "1x2x1",
+            {"microbatch_size": 2, "attention": "blocks", "optimizer": "muon"},
+            id="stages, in blocks",
+            marks=LONG,
+        ),
+        pytest.param(
+            "2x2",
+            {"optimizer": "muon", "zero": 1, "attention": "blocks", **LATENT},
+            id="latent attention, in blocks",
+            marks=LONG,
+        ),
         pytest.param("2x1", {"zero": 1, "optimizer": "muon"}, id="zero 1", marks=LONG),
         pytest.param("2x1", {"zero": 2, "microbatch_size": 1, "recompute": "full"}, id="zero 2", marks=LONG),
         pytest.param("2x2", {"unroll_layers": True, "optimizer": "muon"}, id="unrolled", marks=LONG),
@@ -146,7 +170,7 @@ def test_weights_of_heads_with_too_large_scores_are_those_of_numpy(fields: dict[
     ],
 )
 def test_scores_and_weights_do_not_depend_on_the_mesh(mesh: str, fields: dict[str, Any]) -> None:
-    own = ("zero", "sequence_parallel", "microbatch_size", "recompute", "unroll_layers")
+    own = ("zero", "sequence_parallel", "microbatch_size", "recompute", "unroll_layers", "attention")
     alone = {name: value for name, value in fields.items() if name not in own}
     results = []
     for where, settings in (("1x1", alone), (mesh, fields)):
@@ -201,7 +225,7 @@ def test_a_model_without_a_step_observes_nothing() -> None:
     [
         ({"qk_clip": 0.0, "qk_clip_alpha": 0.4}, "qk_clip_alpha is 0.4, and qk_clip is 0: add --qk-clip 100"),
         ({"family": "bert"}, "qk_clip 100 does not support the family bert"),
-        ({"attention": "blocks"}, "does not support attention blocks, which does not keep the largest scores"),
+        ({"attention": "cudnn"}, "does not support attention cudnn, which does not keep the largest scores"),
         ({"qk_norm": True}, "does not support qk_norm, which normalizes"),
         ({"qkv_clip": 8.0}, "does not support qkv_clip 8.0, which clips"),
         ({"lora_rank": 4}, "does not support LoRA, which freezes query and key weights, and lora_rank is 4"),

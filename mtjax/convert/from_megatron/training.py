@@ -185,12 +185,14 @@ def translate_qk_clip(to: Translation) -> None:
         to.drop("qk_clip", f"scores are not bounded: {reason}")
         to.unneeded |= {dest: "without --qk-clip" for dest in details if dest in to.given.values}
         return
-    to.set("qk_clip", {"qk_clip": to.get("qk_clip_threshold"), "attention": "xla"})
+    to.set("qk_clip", {"qk_clip": to.get("qk_clip_threshold")})
     if to.get("qk_clip_alpha") != by_dest()["qk_clip_alpha"].default:
         to.set("qk_clip_alpha", {"qk_clip_alpha": to.get("qk_clip_alpha")})
+    if to.settings.get("attention") == "cudnn":
+        del to.settings["attention"]
     to.differences.append(
-        "--attention xla: --qk-clip needs the largest scores, which flash attention does not keep; all of them are"
-        " in memory"
+        "--qk-clip needs the largest scores, which cuDNN's flash attention does not keep: XLA's attention is used, "
+        "of long samples with the scores of a few queries at a time"
     )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import reshard
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
 from mtjax.layout.dropout import keep_share, keep_threshold
@@ -86,6 +86,8 @@ class XlaBlocks:
     """When given, biases are added to the scores, with the slopes of the queries' heads."""
     at_a_time: int | None = None
     """Queries whose scores are alive together; `QUERIES_AT_A_TIME` when None."""
+    observes: bool = False
+    """Whether `backward` also returns each row's largest score, before cap and bias; of its block of keys alone."""
 
     def forward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -95,7 +97,7 @@ class XlaBlocks:
         # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
             """Attends from a chunk of queries to all keys: the output and log-sums."""
-            scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, _, factors = self._scores(chunk, keys, dropout, is_causal)[:3]
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
             mixed = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", probabilities, keys.value))
@@ -105,17 +107,18 @@ class XlaBlocks:
 
     def backward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
-    ) -> tuple[Array, Array, Array]:
-        """See `BlockKernel.backward`; gradients of keys and values are float32."""
+    ) -> tuple[Array, ...]:
+        """See `BlockKernel.backward`; gradients of keys and values are float32. If it `observes`, the largest scores of
+        rows are a fourth array, [batch, seq, heads]."""
         grouped = partial(_grouped, groups=keys.key.shape[2])
         einsum_float32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
         # With S = Q K' scale, P = exp(S - log_sums), D dropout's factors, O = (P D) V and dO its gradient:
         # dP = (dO V') D, dS = P (dP - rowsum(dO O)), dQ = dS K scale, dK = dS' Q scale, dV = (P D)' dO.
-        def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
+        def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
             """Differentiates a chunk of queries; gradients of keys and values accumulate in the carry."""
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
-            scores, derivative, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, derivative, factors, largest = self._scores(chunk, keys, dropout, is_causal, self.observes)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             mixed, gradient, query = (_by_head(grouped(a)) for a in (chunk.mixed, chunk.gradient, chunk.query))
             row_sums = (mixed.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
@@ -125,26 +128,33 @@ class XlaBlocks:
             d_key = einsum_float32("bgmqk,bgmqd->bkgd", d_scores, query)
             d_value = einsum_float32("bgmqk,bgmqd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
             d_query = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", d_scores, keys.key))
-            return (sums[0] + d_key, sums[1] + d_value), d_query
+            of_rows = () if largest is None else (largest.reshape(len(largest), -1, largest.shape[-1]).swapaxes(1, 2),)
+            return (sums[0] + d_key, sums[1] + d_value), (d_query, *of_rows)
 
         arrays = jax.tree.leaves((queries, keys, dropout))
         zeros = [varying_like(jnp.zeros(a.shape, jnp.float32), *arrays) for a in (keys.key, keys.value)]
-        (d_key, d_value), d_query = _scan_queries(one, tuple(zeros), queries, self.at_a_time)
-        return d_query, d_key, d_value
+        (d_key, d_value), (d_query, *largest) = _scan_queries(one, tuple(zeros), queries, self.at_a_time)
+        return d_query, d_key, d_value, *largest
 
     def _scores(
-        self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
-    ) -> tuple[Array, Any, Any]:
+        self,
+        queries: QueryBlock,
+        keys: KVBlock,
+        dropout: DropoutState | None,
+        is_causal: bool,
+        observes: bool = False,
+    ) -> tuple[Array, Any, Any, Array | None]:
         """Computes masked scores, the derivative of their cap, and the factors 0 or 1 / `keep_share` by which dropout
         multiplies probabilities.
 
         Returns:
-          float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout.
+          float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout. If it
+          observes, then the largest score of each row, [batch, groups, heads / groups, seq], else None.
         """
         # XLA: products have einsum's natural order of dimensions: any other would transpose an array of scores.
         query = _by_head(_grouped(queries.query * self.scale, keys.key.shape[2]))
         scores = jnp.einsum("bgmqd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
-        derivative = 1.0
+        products, derivative = scores, 1.0
         if self.softcap is not None:
             tanh = jnp.tanh(scores / self.softcap)
             scores, derivative = self.softcap * tanh, 1 - jnp.square(tanh)
@@ -152,21 +162,12 @@ class XlaBlocks:
             slopes = _grouped(queries.slopes, keys.key.shape[2]).transpose(0, 2, 3, 1)[..., None]
             of_queries = self.alibi.at(queries.positions[:, None, None, :, None], slopes)
             scores += self.alibi.at(keys.positions[:, None, None, None, :], slopes) - of_queries
-        seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
-        if queries.segments is not None and keys.segments is not None:
-            same = queries.segments[:, :, None] == keys.segments[:, None, :]
-            seen = same if seen is None else seen & same
-        if queries.first is not None:
-            near = keys.positions[:, None, :] >= queries.first[:, :, None]
-            if not is_causal:
-                last = 2 * queries.positions - queries.first
-                near &= keys.positions[:, None, :] <= last[:, :, None]
-            seen = near if seen is None else seen & near
-        if seen is not None:
-            scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
+        seen = _seen(queries, keys, is_causal)
+        largest = _hidden(products, seen).max(-1) if observes else None
+        scores = _hidden(scores, seen)
         if dropout is None:
-            return scores, derivative, 1.0
-        return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
+            return scores, derivative, 1.0, largest
+        return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape), largest
 
     def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
         """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""
@@ -182,6 +183,26 @@ class XlaBlocks:
         copies = queries.query.shape[0] // dropout.keys.shape[0]
         drawn = jax.vmap(bits)(jnp.tile(dropout.keys, (copies, 1)), rows, columns)
         return (drawn >= jnp.uint32(keep_threshold(self.rate))) / np.float32(keep_share(self.rate))
+
+
+def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "batch seq key_seq"] | None:
+    """Returns where a query attends to a key; None for everywhere."""
+    seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
+    if queries.segments is not None and keys.segments is not None:
+        same = queries.segments[:, :, None] == keys.segments[:, None, :]
+        seen = same if seen is None else seen & same
+    if queries.first is not None:
+        near = keys.positions[:, None, :] >= queries.first[:, :, None]
+        if not is_causal:
+            last = 2 * queries.positions - queries.first
+            near &= keys.positions[:, None, :] <= last[:, :, None]
+        seen = near if seen is None else seen & near
+    return seen
+
+
+def _hidden(scores: Array, seen: Bool[Array, "batch seq key_seq"] | None) -> Array:
+    """Replaces scores of keys that a query does not attend to by `HIDDEN_SCORE`."""
+    return scores if seen is None else jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
 
 
 def _grouped(a: Array, groups: int) -> Array:

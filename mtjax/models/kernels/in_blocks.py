@@ -31,12 +31,13 @@ def attend(
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = options.scale_of(query.shape[-1])
-    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate)
+    observes = options.largest_scores is not None
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate, observes)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
     inputs = Inputs(context.segment_ids, window, slopes, dropout_of(query, context, options))
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
+    return flash_attention(query, key, value, names, kernel, inputs, options.sinks, options.largest_scores)
 
 
 class Inputs(NamedTuple):
@@ -58,6 +59,8 @@ class InBlocks:
     alibi: Alibi | None
     rate: float
     """Of the dropout on probabilities."""
+    observes: bool
+    """Whether `backward` also returns each row's largest score."""
 
     def __call__(self, query: Array, key: Array, value: Array, more: Inputs) -> Array:
         """See `FlashKernel`."""
@@ -73,21 +76,22 @@ class InBlocks:
 
     def backward(
         self, inputs: tuple[Array, Array, Array], more: Inputs, out: Array, statistics: Array, gradient: Array
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, ...]:
         """See `FlashKernel`."""
         query, key, value = inputs
         queries, keys = _blocks(query, key, value, more)
         rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
         kernel, spans = self._kernel(query, key), self._spans(rows, keys)
-        last, d_key, d_value = kernel.backward(*spans[-1], more.dropout, self.is_causal)
-        d_query = [last]
+        last, d_key, d_value, *largest = kernel.backward(*spans[-1], more.dropout, self.is_causal)
+        of_rows = [(last, *largest)]
         for span in reversed(spans[:-1]):
             d_rows, *of_keys = kernel.backward(*span, more.dropout, self.is_causal)
-            d_query.insert(0, d_rows)
-            d_key, d_value = (a + _lengthened(b, a.shape[1]) for a, b in zip((d_key, d_value), of_keys, strict=True))
-        gradients = jnp.concatenate(d_query, 1), d_key, d_value
-        d_query, d_key, d_value = (a.astype(b.dtype) for a, b in zip(gradients, inputs, strict=True))
-        return d_query, d_key, d_value
+            of_rows.insert(0, (d_rows, *of_keys[2:]))
+            of_both = zip((d_key, d_value), of_keys[:2], strict=True)
+            d_key, d_value = (a + _lengthened(b, a.shape[1]) for a, b in of_both)
+        d_query, *largest = (jnp.concatenate(parts, 1) for parts in zip(*of_rows, strict=True))
+        gradients = (a.astype(b.dtype) for a, b in zip((d_query, d_key, d_value), inputs, strict=True))
+        return *gradients, *(a.swapaxes(1, 2) for a in largest)
 
     def _spans(self, queries: QueryBlock, keys: KVBlock) -> list[tuple[QueryBlock, KVBlock]]:
         """Divides causal samples into spans, each with the keys up to its end."""
@@ -104,7 +108,7 @@ class InBlocks:
 
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
         at_a_time = self._at_a_time(query, key)
-        return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time)
+        return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time, self.observes)
 
 
 def _between(start: int, end: int, a: Array) -> Array:

@@ -63,8 +63,8 @@ class BlockKernel(Protocol):
 
     def backward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
-    ) -> tuple[Array, Array, Array]:
-        """Computes the block's contribution to the gradients of query, key and value.
+    ) -> tuple[Array, ...]:
+        """Computes the block's contribution to the gradients of query, key and value, and perhaps more.
 
         `queries` have the `mixed`, `log_sums` and `gradient` of their entire rows.
         """
