@@ -71,7 +71,7 @@ def programs() -> dict[str, Program]:
     keys = jax.random.split(jax.random.key(1), 2)
 
     def chunk(layers: Tree, x: jax.Array) -> jax.Array:
-        return placed.model({**parameters, section: layers}).sections[section].stack(x, LayerContext())[0]
+        return placed.model({**parameters, section: layers}).sections[section].stack.over_layers(LayerContext())(x)[0]
 
     def both(layers: Tree, x: jax.Array, g: jax.Array) -> Tree:
         return jax.vjp(chunk, layers, x)[1](g)

@@ -94,7 +94,7 @@ class Packed:
 
     @property
     def _blocks(self) -> InBlocks:
-        return InBlocks(self.scale, is_causal=True, softcap=None, alibi=None, rate=0.0)
+        return InBlocks(self.scale, is_causal=True, softcap=None, alibi=None, rate=0.0, observes=False)
 
     def _inputs(self, segments: Array) -> Inputs:
         return Inputs(segments, None if self.window is None else jnp.asarray(self.window), None, None)
