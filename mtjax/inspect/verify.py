@@ -1,5 +1,6 @@
 """`mtjax plan --verify`: errors of the planner's formulas against the program that `mtjax inspect` compiles."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,11 @@ from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import show_note
+from mtjax.layout.stages import layer_orders, order_of
 from mtjax.plan.report import show, table
 from mtjax.plan.units import gib, seconds, si
+from mtjax.runtime.checkpoints.weights import shape_without_padding
+from mtjax.sharding.param_specs import dotted
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,10 @@ class Check:
 
 
 def counted_parameters(step: CompiledStep) -> int:
-    """Returns the number of parameters in the model's abstract tree."""
-    leaves = jax.tree.leaves(step.program.abstract_parameters)
-    return sum(leaf.size for leaf in leaves)
+    """Returns the number of parameters in the model's abstract tree, without slots of stages that hold no layer."""
+    orders = layer_orders(step.config.model, step.config.parallel)
+    leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
+    return sum(math.prod(shape_without_padding(leaf, order_of(dotted(path), orders))) for path, leaf in leaves)
 
 
 def compare(report: Report) -> list[Check]:

@@ -173,6 +173,6 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
         (own,), key_0 = stacks_of(model), jax.random.key(0)
         stack = Stack(model, jnp.float32, own=own, recompute=Recompute(), parallel=Parallel(), key=key_0)
-        x, _ = stack(jnp.zeros((1, 1, 1)), LayerContext(key[None]))
+        x, _ = stack.over_layers(LayerContext(key[None]))(jnp.zeros((1, 1, 1)))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

@@ -3,6 +3,7 @@
 from functools import partial
 from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -43,6 +44,14 @@ def test_formula_counts_exactly_what_a_rank_holds(mesh):
         jax.numpy.prod(jax.numpy.array(s.shard_shape(a.shape))).item() for a, s in zip(leaves, places, strict=True)
     )
     assert counts.rank_parameters(anatomy_of(run.model), shape.model) == held
+
+
+def test_slots_of_stages_that_hold_no_layer_are_not_counted():
+    sizes = {"family": "hybrid", "layer_pattern": "M*-M", "num_layers": 4, "ssm_heads": 8, "ssm_head_dim": 16}
+    run = config.replace(config.load("gpt2-tiny"), mesh="2x1x1", **sizes)
+    program = make_train_step(run, make_mesh(parse_mesh("2x1x1"), jax.devices()))
+    step: Any = SimpleNamespace(program=program, config=run)
+    assert verify.counted_parameters(step) == counts.parameters(anatomy_of(run.model))
 
 
 def errors(report) -> dict[str, Check]:

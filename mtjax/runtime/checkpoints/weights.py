@@ -192,7 +192,7 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
     """
     differing = differences(weights.config.model, config.model)
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
-    wanted = {dotted(path): _shape(leaf, order_of(dotted(path), orders)) for path, leaf in leaves}
+    wanted = {dotted(path): shape_without_padding(leaf, order_of(dotted(path), orders)) for path, leaf in leaves}
     saved = set(weights.names)
     differing += [f"{name} is missing" for name in wanted if name not in saved]
     if not differing:
@@ -205,6 +205,6 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
         )
 
 
-def _shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
+def shape_without_padding(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
     """Returns the shape without padding rows, which stand for layers that a stage does not have."""
     return leaf.shape if order is None else (1 + max(order.flat), *leaf.shape[1:])
