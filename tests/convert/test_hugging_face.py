@@ -157,14 +157,17 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_embd": "many"}, "hidden_size = 'many' should be"),
-        ({"n_head": 5}, "config.json: hidden_size 32 is not divisible by num_heads 5"),
+        ({"n_embd": "many"}, "hidden_size (n_embd in config.json) = 'many' should be"),
+        (
+            {"n_head": 5},
+            "hidden_size (n_embd in config.json) 32 is not divisible by num_heads (n_head in config.json) 5",
+        ),
         ({"model_type": "mistral", "sliding_window": 0}, "hf/config.json: "),
         ({"bos_token_id": "7"}, "config.json: bos_token_id is '7', and must be a token's id, a list of them, or null"),
         ({"pad_token_id": False}, "config.json: pad_token_id is False, and must be a token's id"),
         ({"eos_token_id": [7, None]}, "config.json: eos_token_id is [7, None], and must be a token's id"),
         ({"n_layer": None}, "config.json is missing num_layers"),
-        ({"n_head": 2.5}, "num_heads = 2.5 should be"),
+        ({"n_head": 2.5}, "num_heads (n_head in config.json) = 2.5 should be"),
         (
             {"model_type": "llama", "activation_function": None, "rope_scaling": {"rope_type": "linear"}},
             "it is missing factor",
