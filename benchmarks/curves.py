@@ -1,4 +1,4 @@
-"""Losses of runs that differ in one setting, on the same text: FP8 recipes, layer patterns, optimizers.
+"""Losses of runs that differ in one setting, on the same text: FP8 recipes, layer patterns, types of Adam's moments.
 
     python benchmarks/curves.py fp8 --train-data novels.jsonl --valid-data others.jsonl
     python benchmarks/curves.py hybrid --train-data ... --valid-data ... --size small --plot-to docs/hybrid.png
@@ -85,6 +85,14 @@ SETS: Mapping[str, Set] = {
             "rowwise, exact scales": {"fp8": "rowwise", "fp8_scales": "exact"},
         },
         resumed=True,
+    ),
+    "moments": Set(
+        {
+            "float32": {},
+            "mean in bfloat16": {"adam_mu_dtype": "bfloat16"},
+            "mean and square in bfloat16": {"adam_mu_dtype": "bfloat16", "adam_nu_dtype": "bfloat16"},
+        },
+        common={"compute_dtype": "float32"},
     ),
     # Sizes with which a token of a training step takes 226 to 231 MFLOP in each run of --size small.
     "hybrid": Set(
@@ -191,7 +199,7 @@ def plot(found: Mapping[str, Losses], steps: int, title: str, path: Path) -> Non
 
 
 def main(
-    which: tyro.conf.Positional[Literal["fp8", "hybrid"]],
+    which: tyro.conf.Positional[Literal["fp8", "moments", "hybrid"]],
     train_data: Path,
     valid_data: Path,
     tokenizer: str | None = None,
