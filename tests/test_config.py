@@ -128,7 +128,7 @@ def test_file_over_base_over_defaults(tmp_path: Path) -> None:
         ("[model]\nhidden_size = true", "hidden_size = True should be int"),
         ("[model]\nhidden_size = '64'", "hidden_size = '64' should be int"),
         ("[output]\nresume = 1", "resume = 1 should be bool"),
-        ("[model]\nattention = 'flash'", "attention = 'flash' is not one of 'auto', 'xla', 'blocks', 'pallas', 'cudnn'"),
+        ("[model]\nattention = 'flash'", "'flash' is not one of 'auto', 'xla', 'blocks', 'pallas', 'cudnn'"),
         ("[training]\nrampup_batch_size = [1, 2]", r"rampup_batch_size = \[1, 2\] should be a list of 3 int"),
         ("[model\n", "is not valid TOML"),
     ],
