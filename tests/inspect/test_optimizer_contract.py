@@ -67,7 +67,7 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
     """Moments once, 8 bytes a parameter of the device each way, and master weights another time for their copies; none
     of them stay on the device. In layers, arrays are read while others are written. The update divides where it does
     without: XLA may multiply by an inverse instead, which rounds otherwise."""
-    wide: dict[str, Any] = {"num_layers": 3, "compute_dtype": "bfloat16", **settings}
+    wide: dict[str, Any] = {"num_layers": 6, "compute_dtype": "bfloat16", **settings}
     plain, moments, both = (
         inspect(tiny(offload=kind, **wide), find_target("h100x8"))
         for kind in ("none", "optimizer", "optimizer,parameters")

@@ -9,6 +9,7 @@ import pytest
 
 from mtjax.config import Training, validate
 from mtjax.errors import UserError
+from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.train.loss_scale import LossScale, update
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
@@ -122,3 +123,17 @@ def test_split_or_not_the_same_steps_are_skipped(mesh, layout):
 def test_settings_that_scale_nothing_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         validate(tiny_config(**fields))
+
+
+@pytest.mark.long
+def test_a_pattern_with_prefetch_skips_the_steps_that_one_device_skips():
+    """Also what an overflow leaves in the gradients of one layer only, which the layer below reduces."""
+    letters = {"family": "hybrid", "layer_pattern": "(*-)x4", "num_layers": 8, "global_batch_size": 8} | HALF
+    program = program_of("4x2", **letters, zero=3, microbatch_size=1)
+    assert Plan.of(program.config, program.shape).prefetches(program.config.model)
+    _, found = run_steps(program, 12)
+    _, expected = run_steps(program_of("1x1", **letters), 12)
+    assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]
+    assert found[0]["skipped"] == 1 and found[-1]["skipped"] == 0
+    for metric, within in (("loss", 2e-3), ("grad_norm", 2e-2)):
+        np.testing.assert_allclose([m[metric] for m in found], [m[metric] for m in expected], rtol=within)
