@@ -11,6 +11,7 @@ from mtjax.analysis.parts.attention import (
     ATTENTION_OUTPUT,
     PROBABILITIES,
     QUERY_KEY_VALUE,
+    STATISTICS,
     gradient_bytes,
     probability_bytes,
 )
@@ -87,7 +88,8 @@ def _layer_peak(anatomy: Anatomy, stack: Stack, plan: Plan, kinds: Kinds, in_pla
     """Returns the bytes of a layer's backward pass, in a loop, or outside, where it reads `in_place` what was saved."""
     stream = kinds[NORM_INPUTS] / len(stack.sublayers)
     read = (*in_place, NORM_INPUTS) if in_place else ()
-    copied = sum(kinds.get(name, 0.0) for name in COPIED if name not in read)
+    names = (*COPIED, STATISTICS) if plan.packs_documents else COPIED
+    copied = sum(kinds.get(name, 0.0) for name in names if name not in read)
     # A norm's output is read in full where the stream is split, and gathered then: it counts with the component.
     outputs = kinds[NORM_INPUTS] if plan.recompute == "full" and not plan.splits_stream else 0.0
     # The gradient of the residual stream, behind the layer and before it. Outside the loops, the gradients of the norm
@@ -104,8 +106,10 @@ def _peak(stack: Stack, part: Part, plan: Plan) -> float:
     if part.scores is None or len(stack.parts) > 1 or not plan.splits_stream or plan.context_parallelism:
         return part.backward_peak_bytes(plan)
     gathered = stream_bytes(part.scores.queries, stack.hidden, plan)
-    # Without full recompute, only the gradients of weights read the gathered input: it is gathered after the scores.
-    at_scores = gradient_bytes(part.scores, plan) + (gathered if plan.recompute == "full" else 0.0)
+    at_scores = part.backward_peak_bytes(plan)
+    if plan.keeps_scores:
+        # Without full recompute, only the gradients of weights read the gathered input: it comes after the scores.
+        at_scores = gradient_bytes(part.scores, plan) + (gathered if plan.recompute == "full" else 0.0)
     return max(at_scores, 3 * gathered - probability_bytes(part.scores, plan))
 
 
