@@ -141,7 +141,7 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     # On a GPU it was compared without a window and with heads of up to 128 (benchmarks/results/gpu-NVIDIA-H200*).
     is_compared = tokens >= FEWEST_PACKED and width <= 128 and not is_windowed
     if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_compared:
-        yield f"its mask at document boundaries must be asked for below {FEWEST_PACKED:,} tokens or with windows"
+        yield "auto does not choose its mask at document boundaries for this model (reset_attention_mask)"
     if is_windowed and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":
