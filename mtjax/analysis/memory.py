@@ -14,7 +14,7 @@ from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
-from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
+from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE, STATISTICS
 from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
 from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
@@ -369,6 +369,7 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
     in_place = _read_in_place(stack, plan)
     copied = sum(kinds.get(name, 0) for name in COPIED if name not in in_place)
     copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
+    copied += kinds.get(STATISTICS, 0) if plan.packs_documents and STATISTICS not in in_place else 0
     copied = 0 if plan.unrolled else copied
     # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)

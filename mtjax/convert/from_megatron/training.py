@@ -197,14 +197,14 @@ def translate_qk_clip(to: Translation) -> None:
 
 
 def _attention(to: Translation) -> None:
-    """Adds the attention kernel: mtjax uses flash attention with separate documents in short samples only
-    where it is asked for."""
+    """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
     if to.given.values.get("attention_backend") in ("unfused", "local"):
         to.set("attention_backend", {"attention": "xla"})
     elif to.has("reset_attention_mask") and to.asks_for_flash:
         to.settings["attention"] = "cudnn"
         to.differences.append(
-            "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), on Hopper or newer"
+            "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), "
+            "on Hopper and Blackwell"
         )
 
 
