@@ -192,7 +192,7 @@ def translate_qk_clip(to: Translation) -> None:
         del to.settings["attention"]
     to.differences.append(
         "--qk-clip needs the largest scores, which cuDNN's flash attention does not keep: XLA's attention is used, "
-        "of long samples with the scores of a few queries at a time"
+        "for long samples with the scores of a few queries at a time"
     )
 
 
