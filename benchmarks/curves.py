@@ -6,7 +6,7 @@
 Trains each run of a set from the same seed on one device, a GPU or a virtual CPU device: of the size `tiny`
 configs/default.toml, of `small` a model for a GPU. Each run of `fp8` ends after half of its steps, and a new process
 resumes it. Prints mean and validation losses, and writes all losses to benchmarks/results/curves-SET-DEVICE.json; runs
-that are not in `--only` are kept from the last results.
+that are not in `--only` are kept from the last results, if these are of the same settings, steps and texts.
 """
 
 import json
@@ -212,14 +212,25 @@ def main(
 ) -> None:
     """Trains the runs of a set, several at a time with --jobs, prints their losses, writes and draws them."""
     chosen, device = SETS[which], device_name()
+    if unknown := set(only) - chosen.runs.keys():
+        sys.exit(f"error: --only {min(unknown)!r} is not a run: the runs are {', '.join(chosen.runs)}")
+    if steps < 20 or steps % 20:
+        sys.exit(f"error: --steps is {steps}, and must be a multiple of 20")
     texts: Settings = {"train_data": train_data, "valid_data": valid_data}
     texts |= {} if tokenizer is None else {"tokenizer": tokenizer}
     settings = {**COMMON, **SIZES[size], **chosen.common}
+    made = {"size": size, "steps": steps, "settings": settings, "texts": [train_data.name, valid_data.name]}
     results = out / f"curves-{which}-{re.sub(r'[^A-Za-z0-9]+', '-', device)}.json"
-    found: dict[str, Losses] = json.loads(results.read_text())["losses"] if results.exists() else {}
-    made = {"date": date.today().isoformat(), "jax": jax.__version__, "device": device}
-    made |= {"size": size, "steps": steps, "settings": settings}
+    old = json.loads(results.read_text()) if results.exists() else {}
+    kept: dict[str, Losses] = old["losses"] if all(old.get(key) == value for key, value in made.items()) else {}
     runs = {name: changes for name, changes in chosen.runs.items() if not only or name in only}
+    first = next(iter(chosen.runs))
+    if first not in runs and first not in kept:
+        sys.exit(
+            f"error: --only must include {first}, with which others are compared: {results} has none of these runs"
+        )
+    made |= {"date": date.today().isoformat(), "jax": jax.__version__, "device": device}
+    found = {name: losses for name, losses in kept.items() if name not in runs}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         runner = Runner(settings | texts, steps, chosen.resumed, Path(folder))
         for name, losses in zip(runs, pool.map(runner.losses, runs, runs.values()), strict=True):

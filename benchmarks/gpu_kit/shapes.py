@@ -39,7 +39,7 @@ SHAPES = {
         Shape("gpt2-medium-loop", "gpt2-medium", (16, 32), changes={"unroll_layers": False}),
     )
 }
-"""Shapes in order of importance."""
+"""Shapes by name."""
 REHEARSED = ("gpt2-1.2b", "llama-1b")
 """Models that `--rehearse` runs: one of each family."""
 _TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64, "vocab_size": 500}
@@ -47,7 +47,7 @@ _TINY_LLAMA = {"num_kv_heads": 2, "mlp_size": 128, "vocab_multiple": 128}
 
 
 def config_of(shape: Shape, memory: float, *, rehearse: bool, **fields: Any) -> Config:
-    """Returns the config of a shape on one GPU: bfloat16, no dropout, no recompute.
+    """Returns the config of a shape on one GPU: bfloat16, no dropout, no recompute but where the shape says so.
 
     Args:
       shape: the model.

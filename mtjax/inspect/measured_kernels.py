@@ -12,7 +12,9 @@ from mtjax.inspect.phases import locate
 
 _PARTS = 3
 """Parts of an operation's path that a kernel's name keeps."""
-_WRAPPING = re.compile(r"^(jit|jvp|transpose|vmap|shard_map|checkpoint|rematted_computation|closed_call|while|body)\b")
+_WRAPPING = re.compile(
+    r"^(jit|jvp|transpose|vmap|shard_map|checkpoint|remat\d*|rematted_computation|closed_call|eval_jaxpr|while|body)\b"
+)
 
 
 class Kind(NamedTuple):

@@ -31,6 +31,7 @@ from mtjax.inspect.measured import (
     outermost,
     work_of,
 )
+from mtjax.inspect.measured_kernels import short
 from mtjax.inspect.measured_text import show_measured
 from mtjax.inspect.report import Report
 from tests.end_to_end.runs import Launcher
@@ -105,6 +106,12 @@ def test_every_operation_counts_once_in_its_phase(cpu_report: Report, tmp_path: 
     sent = sum(each.measured for each in measured.collectives.values())
     assert causes[COLLECTIVES].measured == pytest.approx(sent)
     assert 0 < causes[PRODUCTS].measured < whole and causes[PRODUCTS].predicted is None
+
+
+def test_paths_of_kernels_name_what_the_model_computes() -> None:
+    path = "jit(_step)/transpose(jvp(layers))/layers_3/checkpoint/remat2/eval_jaxpr/mlp/ac,ad->cd/dot_general"
+    assert short(path) == "mlp/ac,ad->cd/dot_general"
+    assert short("jit(_step)/jvp(layers)/eval_jaxpr/eval_jaxpr/layers_3/lt") == "layers_N/lt"
 
 
 def test_what_runs_inside_a_fusion_counts_as_the_fusion(cpu_report: Report, tmp_path: Path) -> None:
