@@ -30,7 +30,7 @@ EXTRA_PASSES = 6
 """Passes allowed in addition to one a layer. Of a layer at most five products follow one another (query_down, query_up,
 output, up, down), and values that are clipped pass them one by one; another pass finds that nothing changes. As
 nothing is clipped in the residual stream, the products of all layers advance in the same passes, and one more for each
-layer is enough for what layers change in one another."""
+layer allows for what layers change in one another."""
 JOINED = ("query", "key_value")
 """Linear layers of grouped attention, which are one product with one state."""
 

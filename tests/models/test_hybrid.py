@@ -191,10 +191,10 @@ def _shaken(program: TrainStep, path: Any, leaf: Any) -> Any:
     is_stacked, order = ".layers." in name, order_of(name, program.layer_orders)
     rows, shape = (order.flat if order else range(len(leaf)), leaf.shape[1:]) if is_stacked else ([0], leaf.shape)
     numbers = np.zeros((len(rows), *shape), np.float32)
-    for row, number in zip(numbers, rows, strict=True):
+    for row, number in enumerate(rows):
         if number != PADDING:
             seed = (len(name) + math.prod(shape), number)
-            row[:] = 0.05 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+            numbers[row] = 0.05 * np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jax.device_put(numbers.reshape(leaf.shape), leaf.sharding)
 
 
