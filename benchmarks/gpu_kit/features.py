@@ -14,6 +14,7 @@ import numpy as np
 from gpu_kit.child import Child
 from gpu_kit.numbers import FAMILIES, TWICE, config_of, distance, program_on
 from mtjax.errors import UserError
+from mtjax.layout.attention_kernel import documents_at_most
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 
@@ -52,6 +53,12 @@ FEATURES = (
         _LLAMA | {"reset_attention_mask": True, "reset_position_ids": True},
         {"attention": "cudnn"},
     ),
+    Feature(
+        "up to 8 documents in a sample of 2,048 tokens, heads of 128, cuDNN's attention",
+        _LLAMA | {"reset_attention_mask": True, "reset_position_ids": True, "sequence_length": 2048, "head_dim": 128},
+        {"attention": "cudnn"},
+    ),
+    Feature("attention in Pallas, with dropout", {"attention_dropout": 0.1}, {"attention": "pallas"}),
     Feature("sliding window", _LLAMA | {"attention_window": 64, "window_layers": "SF"}),
     Feature("dropout", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
     Feature("recompute, layers in a loop", {"recompute": "full", "unroll_layers": False}),
@@ -125,11 +132,12 @@ def gradients(program: TrainStep, parameters: Tree) -> tuple[float, Tree]:
 
     size = program.config.training.global_batch_size
     arrays = host_batch(program.config, 0)
-    if "segment_ids" in arrays:  # two documents, as cuDNN's kernel has statistics for a few of them only
+    if "segment_ids" in arrays:  # 1, 2, 4, ... documents, as many as cuDNN's kernel has statistics for
         place = np.broadcast_to(np.arange(arrays["tokens"].shape[1]), arrays["tokens"].shape)
-        first = np.arange(size)[:, None] + place.shape[1] // 3
-        arrays["segment_ids"] = (place >= first).astype(np.int32)
-        arrays["position_ids"] = np.where(place >= first, place - first, place).astype(np.int32)
+        count = np.minimum(2 ** np.arange(size), documents_at_most(place.shape[1]))[:, None]
+        long = -(-place.shape[1] // count)
+        arrays["segment_ids"] = (place // long).astype(np.int32)
+        arrays["position_ids"] = (place % long).astype(np.int32)
     batch = global_batch(program.batch_sharding, arrays, size)
     state = program.initialize(0)
     state = dataclasses.replace(state, parameters=jax.device_put(parameters, program.parameter_sharding))

@@ -14,9 +14,7 @@ from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
-from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
-from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
-from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
+from mtjax.analysis.parts.attention import PROBABILITIES, STATISTICS
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
@@ -24,11 +22,13 @@ from mtjax.analysis.pattern_memory import (
     block_copies,
     block_gradients,
     gathered_bytes,
+    late_probabilities,
     prefetched_bytes,
     shared_states,
     waiting_bytes,
 )
 from mtjax.analysis.prediction import recomputed_predictors
+from mtjax.analysis.prefetch_memory import COPIED, parts_peak, peak_in_pattern, sends_before_gathers
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
 from mtjax.config.adapters import is_trainable
@@ -42,17 +42,6 @@ TRANSPOSED = "parameters transposed for the all-gather"
 COPIES = "parameters gathered, or in the compute dtype"
 TAUGHT = "teacher's hidden states"
 TABLE = "teacher's output table, gathered"
-COPIED = (
-    QUERY_KEY_VALUE,
-    ATTENTION_OUTPUT,
-    PROBABILITIES,
-    NORM_INPUTS,
-    STATE_SPACE_INPUTS,
-    STATE_SPACE_OUTPUT,
-    DELTA_INPUTS,
-    DELTA_OUTPUT,
-)
-"""What a loop over layers copies out of its stacks."""
 STAGE_INPUTS = "stage inputs"
 STAGE_OUTPUTS = "stage outputs"
 
@@ -274,8 +263,12 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak, of a decoder's or, after it, an encoder's layer."""
+    if sends_before_gathers(anatomy, plan):
+        needed, saved = ({one.letter: of(one, plan) for one in anatomy.stacks} for of in (layer_activations, _saved))
+        return peak_in_pattern(anatomy, plan, needed, saved)
     if plan.is_staged or not all(stack.has_own_loop for stack in anatomy.stacks):  # layers of a loop are freed together
-        return max(_workspace(anatomy, stack, plan) + waiting_bytes(anatomy, stack, plan) for stack in anatomy.stacks)
+        needs = (_workspace, waiting_bytes, late_probabilities)
+        return max(sum(of(anatomy, stack, plan) for of in needs) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
     in_order = sorted(anatomy.stacks, key=lambda stack: stack.layer_numbers[0])
     for stack in reversed(in_order):
@@ -364,21 +357,15 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
     MLP's pending arrays. Outside the loop are the embeddings with their mask, the last layer's output and its gradient.
     """
     c = plan.element_bytes
-    pairs = sum(part.scores.pairs for part in stack.parts if part.scores) if plan.keeps_scores else 0
-    scores = pairs * plan.microbatch_size / plan.mesh.model
     in_place = _read_in_place(stack, plan)
     copied = sum(kinds.get(name, 0) for name in COPIED if name not in in_place)
     copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
+    copied += kinds.get(STATISTICS, 0) if plan.packs_documents and STATISTICS not in in_place else 0
     copied = 0 if plan.unrolled else copied
     # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = stream_element * plan.microbatch_size * _stream_elements(stack, plan)
-    peaks, pending, before = [], 0.0, sum(part.waiting_bytes(plan) for part in stack.parts)
-    for part in reversed(stack.parts):
-        before -= part.waiting_bytes(plan)
-        peaks.append(part.backward_peak_bytes(plan) + before + (pending if part.scores else c * scores))
-        pending = max(pending, part.pending_bytes(plan))
-    return copied + stream + max(peaks)
+    return copied + stream + parts_peak(stack, plan)
 
 
 def _read_in_place(stack: Stack, plan: Plan) -> Mapping[str, float]:

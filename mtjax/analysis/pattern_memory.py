@@ -28,6 +28,16 @@ def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     return sum(max(_pending(part, stack.hidden, plan) for part in other.parts) for other in others)
 
 
+def late_probabilities(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Returns the bytes of recomputed probabilities, in the compute dtype, that the gradient of values reads after the
+    scores' gradient has been computed."""
+    # XLA: in patterns with prefetch, without tensor parallel collectives; read off a program with full recompute.
+    is_late = plan.zero == 3 and plan.mesh.model == 1 and plan.recompute == "full" and is_mixed(anatomy, plan)
+    if not is_late or not plan.keeps_scores:
+        return 0.0
+    return plan.element_bytes * plan.microbatch_size * sum(part.scores.pairs for part in stack.parts if part.scores)
+
+
 def _pending(part: Part, hidden: int, plan: Plan) -> float:
     """Returns what the weight gradients of a component read; attention's, in a separate layer, wait, too."""
     if part.scores is None:
@@ -58,8 +68,7 @@ def gathered_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     before = anatomy.stacks if has_others else (stack,)
     gradients = in_flight * max(layer_counts(one, plan.layout(model), plan.mesh).all for one in before)
     # Gradients that are sent in 16 bits are not converted: their memory is free before the layer's own are computed.
-    # And beside tensor parallel collectives all are sent before the next layer is gathered.
-    is_free = plan.precision.reduced < plan.precision.gradients or plan.mesh.model > 1
+    is_free = plan.precision.reduced < plan.precision.gradients
     if not is_free or not is_mixed(anatomy, plan):
         return 2 * own + gradients
     below = {low for low, letter in pairwise(stack.pattern) if letter == stack.letter}

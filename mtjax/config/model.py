@@ -395,6 +395,5 @@ class Model:
     sample at once; blocks those of a few queries at a time, so that memory is linear in the sequence (any device);
     pallas keeps scores inside a kernel as cudnn does, also with attention_dropout (GPUs only; not measured yet). auto
     uses cudnn where it supports the model, otherwise xla, and for samples of more than 8,192 tokens or 2^30 scores on a
-    rank (8,192 tokens of 16 heads) on GPUs blocks, if attention_dropout is 0. For documents that reset_attention_mask
-    keeps apart auto uses cudnn in samples of at least 2,048 tokens without windows and with heads of up to 128;
-    otherwise it must be asked for."""
+    rank (8,192 tokens of 16 heads) on GPUs blocks, if attention_dropout is 0, compute_dtype is 16-bit and deterministic
+    is false. Documents that reset_attention_mask keeps apart need --attention cudnn to use cuDNN's."""

@@ -89,7 +89,7 @@ class CompiledStep:
         """The plan for formulas, with the compiled attention kernel."""
         is_own, run = is_own_attention(self.text), self.config
         if run.model.attention == "pallas" and not is_own:
-            run = replace(run, attention="blocks")  # on CPUs
+            run = replace(run, attention="blocks")  # a program without attention
         is_flash = is_own or "fmha" in self.text
         return Plan.of(
             run,
@@ -230,6 +230,11 @@ def _lower(program: TrainStep) -> jax.stages.Lowered:
     except jax.errors.JaxRuntimeError as e:
         raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
     except RuntimeError as e:
+        if "No supported GPU devices found" in str(e):
+            raise UserError(
+                f"jax {jax.__version__} compiles Pallas kernels only for GPUs that it knows by name, not for "
+                f"{program.mesh.devices.flat[0].device_kind!r}: use --attention blocks, or describe another GPU"
+            ) from e
         if "cuDNN not found" not in str(e):
             raise
         raise UserError(

@@ -23,9 +23,6 @@ HOPPER: Capability = (9, 0)
 AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
-FEWEST_PACKED = 2048
-"""Tokens of a sample from which on `auto` takes cuDNN's kernel for documents: shorter samples often have more of them
-than `documents_at_most`, and all scores of such samples at once take less time than blocks."""
 LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
 """Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
 time (docs/notes/speed.md)."""
@@ -125,7 +122,7 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     """Yields what rules out cuDNN's kernel on these GPUs."""
     if config.optimizer.qk_clip:
         yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
-    width, widest, tokens = head_dim(config.model), 256 if capability >= HOPPER else 128, config.model.sequence_length
+    width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
     if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
@@ -137,12 +134,11 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
     if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
         yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
-    is_windowed = any(windowed_layers(config.model))
-    # On a GPU it was compared without a window and with heads of up to 128 (benchmarks/results/gpu-NVIDIA-H200*).
-    is_compared = tokens >= FEWEST_PACKED and width <= 128 and not is_windowed
-    if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_compared:
-        yield f"its mask at document boundaries must be asked for below {FEWEST_PACKED:,} tokens or with windows"
-    if is_windowed and context > 1:
+    # On a GPU compared for 256 tokens, two documents and heads of 64 only (benchmarks/gpu_kit/features.py). What it
+    # saves grows with the square of the sample.
+    if config.data.reset_attention_mask and config.model.attention != "cudnn":
+        yield "its mask at document boundaries must be asked for"
+    if any(windowed_layers(config.model)) and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":
         yield "it adds no bias to the scores, and position is alibi"
@@ -155,6 +151,8 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
 def _not_pallas(config: Config, platform: str, capability: Capability, context: int) -> Iterator[str]:
     """Yields what rules out the kernel `pallas`, for which `blocks` takes its place: its masks are the same."""
     model = config.model
+    if config.optimizer.qk_clip:
+        yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
     if platform not in ("gpu", "cuda"):
         yield "it runs on GPUs only"
     if capability < AMPERE:
@@ -202,7 +200,7 @@ def spans_of(queries: int, at_a_time: int) -> int:
       queries: of a sample.
       at_a_time: of these whose scores are held at a time.
     """
-    return SPANS if queries % SPANS == 0 and queries > SPANS * at_a_time else 1
+    return SPANS if queries % (SPANS * at_a_time) == 0 and queries > SPANS * at_a_time else 1
 
 
 def documents_at_most(tokens: int) -> int:

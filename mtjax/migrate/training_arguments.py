@@ -166,14 +166,14 @@ _MEMORY = (
         "--attention-backend",
         "--attention auto",
         "flash and fused are auto: flash attention if attention dropout is 0; with --reset-attention-mask cudnn (Hopper"
-        " or newer); unfused and local are xla",
+        " and Blackwell); unfused and local are xla",
         default="auto",
     ),
     equal(
         "--use-flash-attn",
         "--attention auto",
         "flash attention if attention dropout is 0, or with --attention pallas; with --reset-attention-mask use"
-        " --attention cudnn (Hopper or newer)",
+        " --attention cudnn (Hopper and Blackwell)",
         default=False,
     ),
 )

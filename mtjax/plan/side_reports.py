@@ -87,7 +87,7 @@ def cache_table(
         *smaller,
         "prefill",
         "per token",
-        *fastest,
+        *(f"per token, {name.removeprefix('with ')}" for name in fastest),
         "tokens/s (predicted)",
     )
     result = table(title, *heads, note=note)

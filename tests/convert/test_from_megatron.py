@@ -429,7 +429,7 @@ TOLD = {
     "--optimizer adam": (DEFAULT, "--optimizer"),
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
     "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
-    "--use-flash-attn": ("translated, with a difference", "no"),  # dropout of attention is 0.1
+    "--use-flash-attn": ("translated, with a difference", "cuDNN's"),  # dropout of attention is 0.1
     "--num-layers 10 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
     "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3": (
         "translated, with a difference",

@@ -41,17 +41,21 @@ def written_out(inputs, seen, factors):
 
 @pytest.mark.parametrize(
     ("is_causal", "groups", "width", "has_dropout", "documents"),
-    [(True, 2, 24, True, None), pytest.param(False, 1, 16, True, DOCUMENTS, marks=pytest.mark.long)],
+    [
+        (True, 1, 24, True, DOCUMENTS),
+        (True, 2, 16, False, None),
+        pytest.param(False, 1, 16, True, DOCUMENTS, marks=pytest.mark.long),
+    ],
 )
 def test_attends_as_a_softmax_that_is_written_out(is_causal, groups, width, has_dropout, documents):
     query, key, value, gradient = (normal(n, h, width) for n, h in enumerate((2, groups, groups, 2)))
     seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool)) if is_causal else jnp.ones((LENGTH, LENGTH), bool)
     seen = seen if documents is None else seen & (documents[:, :, None] == documents[:, None])[:, None]
     kept, words = kept_of(2)
-    dropout = DropoutState(words, jnp.arange(2))
-    inputs = query, key, value
-    (out, log_sums), vjp = jax.vjp(lambda inputs: written_out(inputs, seen, kept / keep_share(RATE)), inputs)
-    kernel, more = Pallas(SCALE, is_causal, RATE, interpreted=True), Inputs(documents, None, None, dropout)
+    rate, dropout = (RATE, DropoutState(words, jnp.arange(2))) if has_dropout else (0.0, None)
+    factors, inputs = kept / keep_share(RATE) if has_dropout else 1.0, (query, key, value)
+    (out, log_sums), vjp = jax.vjp(lambda inputs: written_out(inputs, seen, factors), inputs)
+    kernel, more = Pallas(SCALE, is_causal, rate, interpreted=True), Inputs(documents, None, None, dropout)
 
     @jax.jit
     def run(inputs):
@@ -93,6 +97,14 @@ def test_a_rank_masks_its_heads_as_one_device_does():
             "it needs samples of a multiple of 64 tokens, and sequence_length is 96",
         ),
         ({"position": "alibi"}, "gpu", (9, 0), "blocks", "it has no bias, and position is alibi"),
+        (
+            {"qk_clip": 5.0, "optimizer": "muon"},
+            "gpu",
+            (9, 0),
+            "blocks",
+            "it does not keep the largest scores, and qk_clip is 5",
+        ),
+        ({"attention_sinks": True, "family": "llama"}, "gpu", (9, 0), "blocks", "it has no sinks (attention_sinks)"),
         ({"family": "t5"}, "gpu", (9, 0), "xla", "it adds no bias to the scores, and family is t5"),
     ],
 )

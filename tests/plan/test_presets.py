@@ -72,6 +72,8 @@ def test_divides_over_its_mesh_and_states_its_size(path):
         assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")
         if compiled := re.search(r"compiled ([\d.]+) GiB", header):
             assert whole.total / 2**30 == pytest.approx(float(compiled[1]), rel=0.05)
+    if step := re.search(r"([\d.]+) s a step by formula", header):
+        assert step[1] == f"{step_time(shape, plan, SERVERS['h100']).total:.1f}"
 
 
 @pytest.mark.parametrize(

@@ -192,19 +192,19 @@ def translate_qk_clip(to: Translation) -> None:
         del to.settings["attention"]
     to.differences.append(
         "--qk-clip needs the largest scores, which cuDNN's flash attention does not keep: XLA's attention is used, "
-        "of long samples with the scores of a few queries at a time"
+        "for long samples with the scores of a few queries at a time"
     )
 
 
 def _attention(to: Translation) -> None:
-    """Adds the attention kernel: mtjax uses flash attention with separate documents in short samples only
-    where it is asked for."""
+    """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
     if to.given.values.get("attention_backend") in ("unfused", "local"):
         to.set("attention_backend", {"attention": "xla"})
     elif to.has("reset_attention_mask") and to.asks_for_flash:
         to.settings["attention"] = "cudnn"
         to.differences.append(
-            "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), on Hopper or newer"
+            "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), "
+            "on Hopper and Blackwell"
         )
 
 

@@ -42,7 +42,8 @@ def attend(
 
     It has no bias, cap, window or sinks: `mtjax.layout.attention_kernel` chooses it only for models without these.
     """
-    assert context.bias is None and context.positions is None and options.window is None and not options.adjusts_scores
+    assert context.bias is None and context.positions is None and options.window is None
+    assert options.sinks is None and not options.adjusts_scores
     if query.shape[1] % PALLAS_BLOCK:  # other samples than the model's are trained on, as those of a task
         return in_blocks.attend(query, key, value, context, options)
     kernel = Pallas(options.scale_of(query.shape[-1]), context.is_causal, options.rate)
