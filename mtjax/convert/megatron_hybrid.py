@@ -33,6 +33,8 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments of the pattern: now, and until Megatron-Core 0.16."""
 RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 VARIANTS = "experimental_attention_variant"
+DELTA_NETS = ("gdn", "gated_delta_net")
+"""Values of it that are gated delta nets."""
 ALLOWED = frozenset({"position_embedding_type", "attention_output_gate", "linear_attention_freq", VARIANTS, *PATTERNS})
 """Arguments of a GPT of which hybrid models have other values."""
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
@@ -129,13 +131,16 @@ def _unread_delta(arguments: Mapping[str, Any], letters: str) -> dict[str, bool]
     """Returns descriptions of arguments -> whether mtjax does not support gated delta nets with them."""
     variant, norm = arguments.get(VARIANTS), arguments.get("normalization") or default_of("normalization")
     mamba, delta = (_sizes(arguments, of) for of in (SIZES, DELTA_SIZES))
+    if mamba["ssm_heads"] is None and "M" in letters:
+        # Megatron's default: twice the hidden size in heads of the given size.
+        mamba["ssm_heads"] = 2 * arguments["hidden_size"] // mamba["ssm_head_dim"]
     differing = {
         f"{theirs} is {delta[ours]} and {name} is {mamba[ours]}": "M" in letters and mamba[ours] != delta[ours]
         for name, ours in SIZES.items()
         for theirs in (key for key, value in DELTA_SIZES.items() if value == ours)
     }
     return {
-        f"{VARIANTS} is {variant!r}": variant not in (None, "gdn", "gated_delta_net"),
+        f"{VARIANTS} is {variant!r}": variant not in (None, *DELTA_NETS),
         "swiglu is False, and gated delta nets (G) have SiLU only with it": not arguments.get("swiglu"),
         f"normalization is {norm}, and that of gated delta nets (G) is only read as RMSNorm": norm != "RMSNorm",
         f"linear_conv_kernel_dim is {delta['ssm_conv']} beside Mamba-2's {TAPS}": (

@@ -1,10 +1,10 @@
 """Observes the largest attention scores of a training step: as the gradients of zeros, which are reduced with the
 other gradients.
 
-A layer's attention has zeros [heads] that no score depends on. The backward rule of `observed`
-(`mtjax.models.kernels.scores`) returns the largest score of each head as their gradient. Where other gradients of
-microbatches and ranks are added up, of these the largest is taken: there is no collective inside layers. The zeros are
-made where a step is traced: states and checkpoints have none.
+A layer's attention has zeros [heads] that no score depends on. The backward rules of `observed`
+(`mtjax.models.kernels.scores`) and of attention in blocks (`mtjax.sharding.flash`) return the largest score of each
+head as their gradient. Where other gradients of microbatches and ranks are added up, of these the largest is taken:
+there is no collective inside layers. The zeros are made where a step is traced: states and checkpoints have none.
 """
 
 from typing import Any

@@ -69,7 +69,15 @@ def save_input_on_host(run: Any) -> Any:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return jax.checkpoint(lambda x, *inputs: run(checkpoint_name(x, LAYER_INPUT), *inputs), policy=to_host)
+
+    def named(carry: Any, *inputs: Any) -> Any:
+        """Names the hidden states alone: in a tuple, the rest is the stack of parameters (`scan_accumulating`)."""
+        if not isinstance(carry, tuple):
+            return run(checkpoint_name(carry, LAYER_INPUT), *inputs)
+        x, *others = carry
+        return run((checkpoint_name(x, LAYER_INPUT), *others), *inputs)
+
+    return jax.checkpoint(named, policy=to_host)
 
 
 def scan_groups(

@@ -74,9 +74,9 @@ class RetroStacks:
         """See `Stack.over_layers`; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours,
         tokens, embed], or None."""
         assert states is None
-        return partial(self._run, context)
+        return partial(self._run, context=context)
 
-    def _run(self, context: LayerContext, x: Residual) -> tuple[Residual, State]:
+    def _run(self, x: Residual, context: LayerContext) -> tuple[Residual, State]:
         """Runs all layers."""
         neighbours, below = context.encoded, dataclasses.replace(context, encoded=None)
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}

@@ -137,7 +137,7 @@ def distributed_gradients(
 
     Args:
       model: differentiated; the weights of its losses already divide by global counts, so sums are means.
-      batch: arrays [global_batch_size, ...] like those of the batch.
+      batch: a sharded batch, or arrays like it; only shapes are read.
       region: in which it runs.
       schedule: the order of microbatches.
       reduction: how gradients of the trainable parameters are reduced.

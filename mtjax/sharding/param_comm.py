@@ -1,8 +1,8 @@
 """Communication of parameters where they are used: all-gather forward, reduce(-scatter) of the gradient backward.
 
-Models call `materialize` where they use a layer's parameters. For a plain array that does nothing. A parameter that is
-gathered for each use is a `ShardedParam`, one whose gradient is reduced in the backward pass a `ReplicatedParam`
-(`mtjax.sharding.zero` decides which), and `materialize` is where the collectives are inserted.
+`LayerInputs` is what a loop passes to a layer. `materialize`, where the layer uses its parameters, inserts collectives
+for those that are gathered for each use, `ShardedParam`, or whose gradient is reduced in the backward pass,
+`ReplicatedParam` (`mtjax.sharding.zero` decides which), and returns plain arrays as they are.
 """
 
 from dataclasses import dataclass, replace

@@ -26,8 +26,11 @@ from mtjax.sharding.float8_weights import Float8Reduction, quantize_stack
 from mtjax.train.step import TrainStep
 
 Tree = Any
-LONGEST_CHAIN = 6
-"""A layer's products of which each reads the one before, at most: values pass scales that are too small one by one."""
+EXTRA_PASSES = 6
+"""Passes allowed in addition to one a layer. Of a layer at most five products follow one another (query_down, query_up,
+output, up, down), and values that are clipped pass them one by one; another pass finds that nothing changes. As
+nothing is clipped in the residual stream, the products of all layers advance in the same passes, and one more for each
+layer allows for what layers change in one another."""
 JOINED = ("query", "key_value")
 """Linear layers of grouped attention, which are one product with one state."""
 
@@ -128,7 +131,7 @@ class Float8Step(TrainStep):
         is_known, before = self._scales_of(state)
         if is_known:
             return state, None
-        most = self.config.model.num_layers + LONGEST_CHAIN
+        most = self.config.model.num_layers + EXTRA_PASSES
         for passes in range(1, most + 1):
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
             _, after = self._scales_of(state)

@@ -8,7 +8,7 @@ from mtjax.runtime.checkpoints.past import Past
 
 KEPT = {
     "fp8_scales": "the state of delayed has counts of one kind of scales",
-    "fp8_format": "the scales of gradients are those that fit its type, and would clip another's",
+    "fp8_format": "the scales of gradients, and the counts of earlier steps, are for the range of its type",
 }
 """Settings that delayed scaling keeps, each with why."""
 

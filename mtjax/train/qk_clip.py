@@ -38,7 +38,7 @@ METRIC = "largest_score"
 
 
 class QKClipStep(TrainStep):
-    """A train step that bounds attention scores, which XLA's attention writes out (`choose_kernel`)."""
+    """A train step that bounds attention scores, which attention by XLA and in blocks observes (`choose_kernel`)."""
 
     def bind_records(self) -> None:
         """See `ShardedModel.bind_records`: the region of a step has the zeros; states and other readers have none."""

@@ -416,6 +416,10 @@ def test_settings(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: found.get(name) for name in SETTINGS[words]} == SETTINGS[words]
 
 
+DELTA_NETS = (
+    "--hybrid-layer-pattern G-G*G- --experimental-attention-variant gdn --linear-attention-freq 4 --swiglu "
+    "--normalization RMSNorm --mamba-num-groups 2 --mamba-head-dim 24"
+)
 TOLD = {
     "--qk-l2-norm": (NONE, "--qk-l2-norm"),
     "--attention-output-gate": (NONE, "--attention-output-gate"),
@@ -437,6 +441,9 @@ TOLD = {
     ),
     "--account-for-loss-in-pipeline-split": (DEFAULT, "--account-for-loss-in-pipeline-split"),
     "--bf16 stray": (UNREAD, "stray"),
+    DELTA_NETS: (DEFAULT, "--linear-attention-freq"),
+    f"{DELTA_NETS} --untie-embeddings-and-output-weights": (DEFAULT, "--experimental-attention-variant"),
+    DELTA_NETS.replace("G", "M"): (NONE, "--experimental-attention-variant"),
 }
 
 

@@ -45,6 +45,13 @@ def test_what_megatron_does_not_have_is_said(settings: dict[str, Any], said: str
             {"normalization": "LayerNorm"},
             "normalization is LayerNorm, and that of gated delta nets (G) is only read as RMSNorm",
         ),
+        # Megatron's default for Mamba-2: 2 x hidden_size / mamba_head_dim.
+        ("MG", {**MAMBA, "mamba_num_heads": None, "hidden_size": 2048}, None),
+        (
+            "MG",
+            {**MAMBA, "mamba_num_heads": None, "hidden_size": 1024},
+            "linear_num_value_heads is 32 and mamba_num_heads is 16",
+        ),
         ("MG", {"linear_conv_kernel_dim": 3, **MAMBA}, "linear_conv_kernel_dim is 3 beside Mamba-2's 4"),
         ("MG", {"mamba_state_dim": 64, **MAMBA}, "linear_key_head_dim is 128 and mamba_state_dim is 64"),
     ],

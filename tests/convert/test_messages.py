@@ -1,5 +1,7 @@
 """What is said about weights that are not there, or of a network that mtjax does not have."""
 
+import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -53,6 +55,8 @@ def test_a_gpt_neox_has_heads_of_the_width_that_its_sizes_give() -> None:
     assert family.model_settings({**sizes, "head_dim": 8}, frozenset(), "")["num_heads"] == 6
     with pytest.raises(UserError, match="head_dim is 3, but must be hidden_size / num_attention_heads, 8"):
         family.model_settings({**sizes, "head_dim": 3}, frozenset(), "config.json")
+    with pytest.raises(UserError, match="config.json: num_attention_heads is 0, and must be at least 1"):
+        family.model_settings({**sizes, "num_attention_heads": 0}, frozenset(), "config.json")
 
 
 def test_null_under_another_name_contradicts_true() -> None:
@@ -60,6 +64,9 @@ def test_null_under_another_name_contradicts_true() -> None:
     family, config = FAMILIES["sarvam_moe"], {"attention_bias": True, "use_qkv_bias": None}
     assert family.renamed(config)[1] == [
         "use_qkv_bias is None, but attention_bias, the same setting, is True: remove one of them"
+    ]
+    assert family.renamed({**config, "attention_bias": 1})[1] == [
+        "use_qkv_bias is None, but attention_bias, the same setting, is 1: remove one of them"
     ]
     assert family.renamed({"use_qkv_bias": None}) == ({}, [])
 
@@ -104,7 +111,7 @@ def test_what_a_file_lacks_is_named() -> None:
         ("gpt2", "is_causal", False, "is_causal is False, but must be True"),
         ("llama", "is_causal", True, ""),
         ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, and must be between 1 and 10000"),
-        ("gptj", "n_head", 0, "does not describe"),
+        ("gptj", "n_head", 0, "n_head is 0, and must be at least 1"),
         ("llama", "sliding_window", None, ""),
         ("llama", "logits_scaling", 1.0, ""),
     ],
@@ -141,6 +148,15 @@ def test_keys_that_change_a_network_are_known_to_its_type(kind: str, key: str, v
             "experts_top_k (num_experts_per_tok in config.json) 9 is above num_experts (num_local_experts in ",
         ),
         ("deepseek_v3", {"n_group": 7}, "not divisible by expert_groups (n_group in config.json) 7; the nearest "),
+        (
+            "gptj",
+            {"num_hidden_layers": -7},
+            "n_layer (num_hidden_layers in config.json) is -7, and must be between 1 and 10000",
+        ),
+        ("granite", {"logits_scaling": -16}, "config.json: logits_scaling is -16, and must be a number above 0"),
+        ("granite", {"logits_scaling": 0}, "config.json: logits_scaling is 0, and must be a number above 0"),
+        ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar is -4, and must be a number above 0"),
+        ("gptj", {"rotary_dim": 257}, "rotary_dim is 257, and must be above 0 and at most 256, the width of a head"),
         ("llama", {"rope_theta": -1.0}, "config.json: rope_theta is -1.0, and must be a finite number above 0"),
     ],
 )
@@ -149,6 +165,51 @@ def test_settings_have_the_names_that_config_json_has(kind: str, config: dict, s
     with pytest.raises(UserError) as refused, family.naming_keys(config):
         config_of(family.model_settings(config, frozenset({"lm_head.weight"}), "config.json"), "config.json")
     assert said in str(refused.value)
+
+
+def test_a_plain_word_is_no_key() -> None:
+    """ "factor" is a key, too, which a sentence may have in another sense."""
+    said, family = "rope_factor is 0, a factor of positions", FAMILIES["llama"]
+    with pytest.raises(UserError, match=r"^rope_factor \(factor in config.json\) is 0"), family.naming_keys({}):
+        raise UserError(said)
+
+
+NEEDED = {
+    "dots1": {"n_shared_experts": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "seed_oss": {"max_position_embeddings": 4096},
+    "glm4_moe": {"head_dim": 128},
+}
+"""What the types need besides their defaults, which describe no model."""
+
+
+COVERING = (
+    *("nemotron_h", "mamba2", "bamba", "zamba2", "falcon_h1", "granitemoehybrid", "qwen3_next", "phi3", "gptj", "mpt"),
+    *("minicpm3", "minimax_m2", "hunyuan_v1_moe", "glm4_moe", "modernbert", "gpt_neo", "opt", "exaone", "hyperclovax"),
+    *("gemma2", "ministral3", "deepseek_v3", "youtu"),
+)
+"""Types that together have the parts of config.json of all."""
+
+
+def _unnamed(kind: str) -> Iterator[str]:
+    """Yields what is said of -7 without the key that has it."""
+    family = FAMILIES[kind]
+    for key in sorted({*family.keys, *(each.theirs for each in family.fields)}):
+        config = {**NEEDED.get(kind, {}), key: -7}
+        try:
+            with family.naming_keys(config), understood("config.json"):
+                settings = family.model_settings(config, frozenset({"lm_head.weight"}), "config.json")
+                config_of(settings, "config.json")
+        except UserError as e:
+            if not re.search(rf"\b{key}\b", str(e)) and "wrong type" not in str(e):
+                yield str(e)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in COVERING else pytest.mark.long) for kind in FAMILIES]
+)
+def test_a_number_that_is_refused_is_named_by_its_key(kind: str) -> None:
+    assert list(_unnamed(kind)) == []
 
 
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})

@@ -25,10 +25,10 @@ from mtjax.config.layer_pattern import (
 from mtjax.config.ssm import ssm_groups
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import parameters_of
-from mtjax.layout.stages import layer_order
+from mtjax.layout.stages import PADDING, layer_order, order_of
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
-from mtjax.train.step import make_train_step
+from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import assert_same_gradients, relative
 from tests.same_numbers import by_name
 from tests.tiny import batch_of, mesh_of, tiny_config
@@ -175,7 +175,7 @@ def gradients(config: Config, mesh: str) -> tuple[float, Any]:
     """Loss and gradients of the first batch, stacks in the order of their layers."""
     program = make_train_step(config, mesh_of(mesh))
     parameters, batch = (
-        jax.tree_util.tree_map_with_path(_shaken, program.initialize(0).parameters),
+        jax.tree_util.tree_map_with_path(partial(_shaken, program), program.initialize(0).parameters),
         batch_of(program, 0),
     )
     with jax.set_mesh(program.mesh):
@@ -183,15 +183,19 @@ def gradients(config: Config, mesh: str) -> tuple[float, Any]:
     return float(loss), by_name(program, found)
 
 
-def _shaken(path: Any, leaf: Any) -> Any:
-    """Adapters that add something, which are 0 at first."""
+def _shaken(program: TrainStep, path: Any, leaf: Any) -> Any:
+    """Adapters that add something, which are 0 at first: other numbers in each layer, the same wherever it runs."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     if ".lora." not in name and "_adapter." not in name:
         return leaf
-    # The same in every layer: stages may have empty slots between those of others.
-    shape = leaf.shape[1:] if ".layers." in name else leaf.shape
-    numbers = 0.05 * np.random.default_rng(len(name) + math.prod(shape)).standard_normal(shape, np.float32)
-    return jax.device_put(np.broadcast_to(numbers, leaf.shape), leaf.sharding)
+    is_stacked, order = ".layers." in name, order_of(name, program.layer_orders)
+    rows, shape = (order.flat if order else range(len(leaf)), leaf.shape[1:]) if is_stacked else ([0], leaf.shape)
+    numbers = np.zeros((len(rows), *shape), np.float32)
+    for row, number in enumerate(rows):
+        if number != PADDING:
+            seed = (len(name) + math.prod(shape), number)
+            numbers[row] = 0.05 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jax.device_put(numbers.reshape(leaf.shape), leaf.sharding)
 
 
 @cache
@@ -223,6 +227,7 @@ def test_layers_run_in_the_order_of_the_pattern() -> None:
 
 
 STAGES = {"microbatch_size": 2}
+INTERLEAVED = {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 CHUNKS = {"sequence_length": 40, "ssm_chunk": 3}
 """With which pieces of samples, on two or four context parallel ranks, are several chunks, the last with padding."""
@@ -274,14 +279,10 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
         rare("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
         rare("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
         rare("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
-        long(
-            "MM*-M-*M",
-            "2x2x1",
-            {},
-            {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2, "zero": 1, "recompute": "full"},
-        ),
+        long("MM*-M-*M", "2x2x1", {}, {**INTERLEAVED, "zero": 1, "recompute": "full"}),
+        long("*-E*-E*-", "1x2x1", EXPERTS, INTERLEAVED),
         rare("MZMz", "1x2x1", SHARED, STAGES),
-        long("MZzM", "1x2x1", SHARED, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
+        long("MZzM", "1x2x1", SHARED, INTERLEAVED),
         long("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -312,7 +313,7 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
                 ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
-                ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
+                ("(M-M*)x4", "1x2x1", {}, INTERLEAVED),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),
                 ("EM*E-", "2x2x1", EXPERTS, {**STAGES, "layers_per_stage": (2, 3), "zero": 3, "recompute": "none"}),
             )
@@ -376,9 +377,10 @@ def _logits(config: Config, of: Any) -> np.ndarray:
 def test_merged_adapters_are_the_same_model() -> None:
     """By what reads the checkpoints of finetuning."""
     config, seen = hybrid_config("MG*", **GATED, lora_rank=3), {}
+    program = make_train_step(config, mesh_of("1x1"))
 
     def shaken(path: Any, leaf: Any) -> Any:
-        seen[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf = _shaken(path, leaf)
+        seen[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf = _shaken(program, path, leaf)
         return leaf
 
     def merged(path: Any, leaf: Any) -> Any:

@@ -15,6 +15,9 @@ from mtjax.config import replace, validate
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
+from mtjax.models.recompute import Recompute, loop_over_layers
+from mtjax.models.recompute_methods import LAYER_INPUT
+from mtjax.sharding.param_comm import LayerInputs
 from tests.tiny import num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4
@@ -113,6 +116,37 @@ def test_block_recomputes_the_first_layers_alone():
     assert more["bfloat16", sbf] == 1 and more["bfloat16", 3 * sbh] == 1
     stack = jax.tree.leaves(program_of("1x1", num_layers=LAYERS).abstract_parameters)
     assert not {("float32", leaf.size // LAYERS) for leaf in stack if leaf.size // LAYERS > 1024} & set(more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_part", "inputs"),
+    [
+        ({}, False, 1),
+        ({}, True, 1),
+        ({"unquantized": (1, 1)}, False, 3),
+        ({"num_layers": 2}, True, 1),
+        ({"method": "block"}, True, 1),
+    ],
+)
+def test_offload_names_the_hidden_states_and_no_parameters(
+    settings: dict[str, Any], is_part: bool, inputs: int
+) -> None:
+    """Loops that add up gradients carry all layers' parameters beside the hidden states."""
+    x, weights = np.ones((3, 5), np.float32), np.ones((LAYERS, 5, 5), np.float32)
+    recompute = Recompute("full", **settings, offload=True)
+
+    def loss(x: Any, weights: Any) -> Any:
+        layers = LayerInputs(weights, jax.numpy.arange(LAYERS))
+        run = lambda x, inputs: (jax.numpy.tanh(x @ inputs.parameters), None)  # noqa: E731
+        first = jax.numpy.int32(0) if is_part else None
+        return loop_over_layers(run, layers, recompute, first)(x)[0].sum()
+
+    named = [
+        eqn.outvars[0].aval.shape
+        for eqn in equations(jax.make_jaxpr(loss)(x, weights).jaxpr)
+        if eqn.primitive.name == "name" and eqn.params["name"] == LAYER_INPUT
+    ]
+    assert named == [x.shape] * inputs
 
 
 KINDS = [

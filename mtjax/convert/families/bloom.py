@@ -153,7 +153,12 @@ OPT = decoder(
     size_fields(num_kv_heads="", mlp_size="ffn_dim", init_std="init_std", hidden_dropout="dropout"),
     activation("activation_function", gate=False),
     biases("enable_bias", "enable_bias"),
-    Part(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": embedding_width(model)}),
+    Part(
+        ("word_embed_proj_dim",),
+        _read_width,
+        lambda model: {"word_embed_proj_dim": embedding_width(model)},
+        {"embedding_size": "word_embed_proj_dim"},
+    ),
     Part(
         ("do_layer_norm_before",),
         lambda values: {"norm_placement": "pre" if values["do_layer_norm_before"] else "post"},
@@ -237,6 +242,7 @@ FALCON = decoder(
         ),
         _read_falcon,
         _write_falcon,
+        {**FALCON_ROPE.named, "num_kv_heads": "num_kv_heads"},
     ),
     names=BLOOM_NAMES,
     rows=_falcon_rows,

@@ -9,7 +9,7 @@ from mtjax.config import Model
 from mtjax.config.field_metadata import LAYERS
 from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.families.family import Family, Json, head_json, head_settings
-from mtjax.convert.families.parts import Part, activation, always, fields, no_biases
+from mtjax.convert.families.parts import Part, activation, all_named, always, fields, no_biases
 from mtjax.convert.families.rope import rope
 from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
@@ -115,6 +115,10 @@ def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str
         count = values.get(key, 1)
         if not (isinstance(count, int) and 1 <= count <= LAYERS):
             raise UserError(f"{key} is {count!r}, and must be between 1 and {LAYERS}")
+    for key in ("hidden_size", "n_embd", "d_model", "num_attention_heads", "num_heads", "n_head", "n_heads"):
+        # Other sizes and factors are computed from these.
+        if isinstance(values.get(key), int) and values[key] < 1:
+            raise UserError(f"{key} is {values[key]!r}, and must be at least 1")
     settings: dict[str, Any] = {}
     for part in parts:
         settings |= part.read(values)
@@ -193,6 +197,6 @@ def decoder(
         shared=shared,
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
         aliases=aliases or {},
-        named={ours: theirs for part in parts for ours, theirs in part.named.items()},
+        named=all_named(parts),
         packed=packed,
     )

@@ -17,7 +17,7 @@ from mtjax.convert.families.experts import (
     shared_experts,
 )
 from mtjax.convert.families.family import Json
-from mtjax.convert.families.parts import Part, Settings, always, fields, inverse, unused
+from mtjax.convert.families.parts import Part, Settings, always, check_factor, fields, inverse, unused
 from mtjax.convert.families.rope import rope_object, yarn_scale
 from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
@@ -178,7 +178,7 @@ WITHOUT_EXPERTS = (
     unused("head_dim", "qk_head_dim", "num_key_value_heads"),
     always(num_kv_heads=None),
     Part(LATENT.keys, _read_ranks, _write_ranks),
-    Part(ROPE.keys, _read_scale, _write_scale),
+    Part(ROPE.keys, _read_scale, _write_scale, ROPE.named),
 )
 COMMON = (*WITHOUT_EXPERTS, fields(num_experts="n_routed_experts"), AFTER_FIRST)
 WIDTHS = {
@@ -309,6 +309,8 @@ YOUTU = decoder(
 
 def _read_minicpm(values: Json) -> Settings:
     """Reads the factors of the embeddings, of sublayers and of the logits; null is none."""
+    for key in ("scale_emb", "scale_depth", "dim_model_base"):
+        check_factor(values, key)
     depth, base, hidden = values["scale_depth"], values["dim_model_base"], values["hidden_size"]
     return {
         "v_head_dim": values["v_head_dim"] or hidden // values["num_attention_heads"],

@@ -115,7 +115,12 @@ GPT_NEO = decoder(
     size_fields(num_layers="num_layers", num_heads="num_heads", num_kv_heads="", hidden_dropout="resid_dropout"),
     activation("activation_function", gate=False, usual="gelu_new"),
     always(position="learned", attention_scale=1.0, **attention_settings("output", mlp=True)),
-    Part(("attention_types", "window_size", "attention_layers"), _read_windows, _write_windows),
+    Part(
+        ("attention_types", "window_size", "attention_layers"),
+        _read_windows,
+        _write_windows,
+        {"attention_window": "window_size", "window_layers": ("attention_layers", "attention_types")},
+    ),
     Part((), lambda values: {}, lambda model: {"embed_dropout": model.hidden_dropout}),
     names=replace(GPT2_NAMES, attention="attn.attention", attention_output="out_proj"),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},

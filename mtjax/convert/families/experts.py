@@ -97,7 +97,9 @@ def _same_size(values: Json) -> Settings:
     return {"expert_size": values["intermediate_size"]}
 
 
-SAME_SIZE = Part((), _same_size, lambda model: {"intermediate_size": expert_size(model)})
+SAME_SIZE = Part(
+    (), _same_size, lambda model: {"intermediate_size": expert_size(model)}, {"expert_size": "intermediate_size"}
+)
 """The part of types whose experts are as wide as intermediate_size says."""
 TOP_K = fields(num_experts="num_local_experts", experts_top_k="num_experts_per_tok")
 
@@ -165,7 +167,7 @@ def counted(*keys: str, default: int | None = None) -> Part:
             )
         return {"num_experts": next(iter(given.values()), default)}
 
-    return Part(keys, read, lambda model: dict.fromkeys(keys, model.num_experts))
+    return Part(keys, read, lambda model: dict.fromkeys(keys, model.num_experts), {"num_experts": keys})
 
 
 def _check_layers(values: Json) -> Settings:

@@ -12,13 +12,14 @@ from mtjax.convert.families.decoder_rows import Names
 from mtjax.convert.families.family import Json
 from mtjax.convert.families.hybrid import LIMIT, halved, rms_norm
 from mtjax.convert.families.hybrid_rows import hybrid_rows
-from mtjax.convert.families.parts import Part, Settings, always, fields, inverse, no_biases, unused
+from mtjax.convert.families.parts import Part, Settings, always, check_factor, fields, inverse, no_biases, unused
 from mtjax.errors import UserError
 
 
 def _read_width(values: Json) -> int:
     """Returns the width of Mamba-2's heads together."""
     given = values["mamba_d_ssm"]
+    check_factor(values, "mamba_expand")
     return values["mamba_expand"] * values["hidden_size"] if given is None else given
 
 
@@ -36,6 +37,7 @@ def _write_sizes(model: Model) -> Json:
 
 
 def _factor(values: Json, key: str) -> float:
+    check_factor(values, key)
     return 1.0 if values[key] is None else float(values[key])
 
 
@@ -89,13 +91,19 @@ FACTORS = (
         _read_attention,
         _write_attention,
     ),
-    Part(("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"), _read_state_space, _write_state_space),
+    Part(
+        ("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
+        _read_state_space,
+        _write_state_space,
+        {"ssm_scales": "ssm_multipliers"},
+    ),
     Part(
         ("mlp_multipliers",),
         lambda values: dict(
             zip(("mlp_gate_scale", "mlp_output_scale"), values["mlp_multipliers"] or [1.0, 1.0], strict=True)
         ),
         lambda model: {"mlp_multipliers": [model.mlp_gate_scale, model.mlp_output_scale]},
+        dict.fromkeys(("mlp_gate_scale", "mlp_output_scale"), "mlp_multipliers"),
     ),
 )
 DEFAULTS: dict[str, Any] = {
@@ -138,7 +146,12 @@ FALCON_H1 = halved(
             lambda values: {"layer_pattern": shortened_pattern("H-" * values["num_hidden_layers"])},
             lambda model: {"num_hidden_layers": max(letters_of(model).count("H"), 1)},
         ),
-        Part(("mamba_d_ssm", "mamba_n_heads", "mamba_d_head", "mamba_expand"), _read_sizes, _write_sizes),
+        Part(
+            ("mamba_d_ssm", "mamba_n_heads", "mamba_d_head", "mamba_expand"),
+            _read_sizes,
+            _write_sizes,
+            {"ssm_heads": "mamba_n_heads", "ssm_head_dim": "mamba_d_head"},
+        ),
         fields(ssm_state="mamba_d_state", ssm_groups="mamba_n_groups", ssm_conv="mamba_d_conv"),
         Part(
             ("mamba_rms_norm", "mamba_norm_before_gate"),

@@ -91,8 +91,8 @@ class Family:
     empty for a family that keeps them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys of config.json -> the names that `read`, `fields` and `only` have."""
-    named: Mapping[str, str] = field(default_factory=dict)
-    """Settings that `read` returns -> the key of config.json that each is read from."""
+    named: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Settings that `read` returns -> config.json's key for each; or several, of which it has one."""
     packed: str = "fp8"
     """Quantized weights that are read: fp8, in blocks (`convert/fp8.py`), or mxfp4 (`convert/mxfp4.py`)."""
     unties: bool = True
@@ -131,8 +131,10 @@ class Family:
           UserError: one was raised.
         """
         typed = {key: other for other, key in self.aliases.items() if other in config}
-        keys = {**{each.ours: each.theirs for each in self.fields}, **self.named}
-        keys = {ours: typed.get(theirs, theirs) for ours, theirs in keys.items() if ours != theirs}
+        named = {**{each.ours: each.theirs for each in self.fields}, **self.named}
+        read = {ours: _one_in(config, theirs) for ours, theirs in named.items()}
+        keys = {**typed, **{ours: typed.get(theirs, theirs) for ours, theirs in read.items()}}
+        keys = {ours: theirs for ours, theirs in keys.items() if ours != theirs}
 
         def both(found: re.Match[str]) -> str:
             # Each once.
@@ -142,7 +144,7 @@ class Family:
         try:
             yield
         except UserError as e:
-            known = [re.escape(ours) for ours, theirs in keys.items() if not re.search(rf"\b{theirs}\b", str(e))]
+            known = [re.escape(ours) for ours, theirs in keys.items() if not _is_named(theirs, str(e))]
             said = re.sub(rf"(?<![\w./-])({'|'.join(known)})(?![\w./-])", both, str(e)) if known else str(e)
             raise UserError(said) from e
 
@@ -151,7 +153,8 @@ class Family:
         found, wrong = {key: value for key, value in config.items() if key not in self.aliases}, []
         for other, key in self.aliases.items():
             value = config.get(other)
-            if value is None and not (other in config and found.get(key) is True):  # null is false there
+            # null under the other name means false in transformers.
+            if value is None and not (other in config and found.get(key) in (True, 1)):
                 continue
             if found.setdefault(key, value) != value:
                 wrong.append(
@@ -178,6 +181,18 @@ class Family:
         return [
             f"{name} {value}" for name, value in ours.items() if name not in ignored and converted.get(name) != value
         ]
+
+
+def _one_in(config: Json, keys: str | tuple[str, ...]) -> str:
+    """Returns the key that a config.json has of several; the first if it has none."""
+    several = (keys,) if isinstance(keys, str) else keys
+    return next((key for key in several if key in config), several[0])
+
+
+def _is_named(key: str, message: str) -> bool:
+    """Returns whether a message has a key already; a plain word, such as factor, may mean something else."""
+    end = r"\b" if "_" in key else r" in config\.json"
+    return re.search(rf"\b{re.escape(key)}{end}", message) is not None
 
 
 QUANTIZED = ("quantization_config", "compression_config")

@@ -76,7 +76,7 @@ def _write_thetas(model: Model) -> Json:
 
 SINKS = (
     *(*LIKE_LLAMA, always(attention_sinks=True), *MULTIPLIERS, windows(_after_every_fourth)),
-    Part((*ROPE.keys, "layer_rope_theta"), _read_thetas, _write_thetas),
+    Part((*ROPE.keys, "layer_rope_theta"), _read_thetas, _write_thetas, ROPE.named),
 )
 GRANITE_SWA = decoder(
     "granite_swa",

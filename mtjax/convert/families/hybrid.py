@@ -16,7 +16,17 @@ from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.granite import shared_rows
 from mtjax.convert.families.hybrid_rows import hybrid_rows
 from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
-from mtjax.convert.families.parts import Part, Settings, activation, always, biases, fields, unused
+from mtjax.convert.families.parts import (
+    Part,
+    Settings,
+    activation,
+    all_named,
+    always,
+    biases,
+    check_factor,
+    fields,
+    unused,
+)
 from mtjax.convert.families.rope import rope
 from mtjax.convert.families.rows import linear
 from mtjax.convert.table import Row, Tensor, dims
@@ -51,8 +61,14 @@ FLOOR = Part(
     ("time_step_min",),
     lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
     lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
+    {"ssm_rate_floor": "time_step_min"},
 )
-LIMIT = Part(("time_step_limit",), _floor, lambda model: {"time_step_limit": [model.ssm_rate_floor, math.inf]})
+LIMIT = Part(
+    ("time_step_limit",),
+    _floor,
+    lambda model: {"time_step_limit": [model.ssm_rate_floor, math.inf]},
+    {"ssm_rate_floor": "time_step_limit"},
+)
 
 
 def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
@@ -60,6 +76,7 @@ def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
     others = fields(**keys)
 
     def read(values: Json) -> Settings:
+        check_factor(values, expand)
         inner, count, each = values[expand] * values["hidden_size"], values[heads], values[width]
         each = inner // count if each == "auto" else each
         if count * each != inner:
@@ -72,14 +89,18 @@ def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
         ratio = max(1, count * each // model.hidden_size)
         return {heads: count, width: each, expand: ratio, **others.write(model)}
 
-    return Part((heads, width, expand, *others.keys), read, write)
+    named = {"ssm_heads": heads, "ssm_head_dim": width, **others.named}
+    return Part((heads, width, expand, *others.keys), read, write, named)
 
 
 def rms_norm(key: str) -> Part:
     """Returns the part of a hybrid model's norms, with the key of their epsilon."""
     defaults = {"family": "hybrid", "norm": "rmsnorm", "hidden_dropout": 0.0}
     return Part(
-        (key,), lambda values: {**defaults, "norm_epsilon": values[key]}, lambda model: {key: model.norm_epsilon}
+        (key,),
+        lambda values: {**defaults, "norm_epsilon": values[key]},
+        lambda model: {key: model.norm_epsilon},
+        {"norm_epsilon": key},
     )
 
 
@@ -208,8 +229,8 @@ NEMOTRON_H = decoder(
     always(position="none"),
     activation("mlp_hidden_act", gate=False),
     biases("attention_bias", "mlp_bias"),
-    Part(PATTERN_KEYS, _read_pattern, _write_pattern),
-    Part(_EXPERT_KEYS, _read_experts, _write_experts),
+    Part(PATTERN_KEYS, _read_pattern, _write_pattern, {"num_experts": "n_routed_experts"}),
+    Part(_EXPERT_KEYS, _read_experts, _write_experts, all_named(_EXPERTS)),
     fields(
         ssm_heads="mamba_num_heads",
         ssm_head_dim="mamba_head_dim",
@@ -339,6 +360,8 @@ _GRANITE_KEYS = (
     *("num_experts_per_tok", "intermediate_size"),
 )
 
+_SHARED = dict.fromkeys(("mlp_size", "shared_expert_size"), "shared_intermediate_size")
+
 
 def _granite_rows(names: Names) -> tuple[Row, ...]:
     """Returns the rows of experts and of the MLP beside them, which is the only one without experts."""
@@ -363,10 +386,11 @@ GRANITEMOEHYBRID = halved(
                 "position_embedding_type": "rope" if model.position == "rope" else None,
                 **(ROPE.write(model) if model.position == "rope" else {}),
             },
+            ROPE.named,
         ),
         biases("attention_bias"),
         *MULTIPLIERS,
-        Part(_GRANITE_KEYS, _read_granite, _write_granite),
+        Part(_GRANITE_KEYS, _read_granite, _write_granite, {**all_named((TOP_K, SAME_SIZE)), **_SHARED}),
         *_MAMBA,
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
         rows=hybrid_rows("mamba", _granite_rows),

@@ -78,7 +78,7 @@ MINISTRAL3 = decoder(
     | {"rope_parameters": DEFAULT_ROPE},
     *LIKE_LLAMA,
     HEAD_DIM,
-    Part(ROPE.keys, _read_beta, _write_beta),
+    Part(ROPE.keys, _read_beta, _write_beta, {**ROPE.named, "attention_scale_beta": BETA}),
     NO_BIASES,
     window(),
 )
@@ -163,7 +163,7 @@ HUNYUAN_V1_DENSE = decoder(
     sizes(4096, 11008, 32, 32, None, 290_943, 2048) | {"rms_norm_eps": 1e-5},
     *LIKE_LLAMA,
     HEAD_DIM,
-    Part(ROPE.keys, read_alpha, ROPE.write),
+    Part(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
     biases("attention_bias"),
     always(qk_norm=True, qk_norm_after_rope=True),
     names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),

@@ -33,6 +33,8 @@ ENDING = "ForMaskedLM"
 
 def _read_windows(values: Json) -> Settings:
     """Reads the window, of which half of local_attention is on each side of a token."""
+    if values[LOCAL] < 0:
+        raise UserError(f"{LOCAL} is {values[LOCAL]!r}, and must be 0 or more")
     window = values[LOCAL] // 2 + 1
     letters = sliding({**values, "sliding_window": window}, lambda values, layer: layer % values[EVERY] != 0)
     return {"attention_window": window, "window_layers": shortest(letters)} if "S" in letters else {}
@@ -97,7 +99,12 @@ MODERNBERT = _encoder(
         always(position="rope", hidden_dropout=0.0),
         fields(norm_epsilon="norm_eps", norm_bias="norm_bias", head_bias="classifier_bias"),
         rope_by_layer("local_rope_theta", 10_000.0, theta="global_rope_theta"),
-        Part((LOCAL, EVERY, "layer_types"), _read_windows, _write_windows),
+        Part(
+            (LOCAL, EVERY, "layer_types"),
+            _read_windows,
+            _write_windows,
+            {"attention_window": LOCAL, "window_layers": "layer_types"},
+        ),
         # Of training, and of other heads.
         unused("embedding_dropout", "mlp_dropout", "classifier_pooling", "classifier_dropout"),
         names=Names(

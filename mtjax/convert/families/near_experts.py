@@ -34,6 +34,7 @@ from mtjax.convert.families.experts import (
 )
 from mtjax.convert.families.family import Json
 from mtjax.convert.families.llama import read_alpha
+from mtjax.convert.families.neox import rotated_share
 from mtjax.convert.families.olmo import ON_OUTPUTS, WIDTH_NORM, WINDOW_PART, read_rotated
 from mtjax.convert.families.parts import (
     Part,
@@ -50,6 +51,7 @@ from mtjax.convert.families.rope import rope, rope_by_layer
 from mtjax.errors import UserError
 
 FRACTION = "partial_rotary_factor"
+PARTIAL = rope(fraction=FRACTION)
 GLM_SIZES = (
     sizes(4096, 10_944, 46, 96, 8, 151_552, 131_072)
     | {"rms_norm_eps": 1e-5, FRACTION: 0.5, "use_qk_norm": False, "first_k_dense_replace": 1, "norm_topk_prob": True}
@@ -57,7 +59,7 @@ GLM_SIZES = (
     | {"routed_scaling_factor": 1.0}
 )
 GLM_PARTS = (
-    *(*LIKE_LLAMA, HEAD_DIM, rope(fraction=FRACTION), biases("attention_bias", with_attention="qkv")),
+    *(*LIKE_LLAMA, HEAD_DIM, PARTIAL, biases("attention_bias", with_attention="qkv")),
     fields(qk_norm="use_qk_norm"),
     counted("n_routed_experts", "num_local_experts", default=128),
     *(shared_experts("n_shared_experts"), groups(), SIGMOID, AFTER_FIRST, NORMALIZED, NO_MORE_TOKENS),
@@ -112,8 +114,8 @@ SARVAM_MOE = decoder(
 
 
 def _read_rotary_dim(values: Json) -> Settings:
-    share = {FRACTION: values["rotary_dim"] / values["head_dim"]} if values.get("rotary_dim") else {}
-    return rope(fraction=FRACTION).read({FRACTION: 1.0, **share, **values})
+    share = rotated_share(values.get("rotary_dim"), values["head_dim"])
+    return PARTIAL.read({FRACTION: share, **values})
 
 
 MINIMAX_M2 = decoder(
@@ -122,7 +124,7 @@ MINIMAX_M2 = decoder(
     sizes(3072, 1536, 62, 48, 8, 200_064, 196_608)
     | {"rope_theta": 5e6, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     *(*LIKE_LLAMA, HEAD_DIM, NO_BIASES, TOP_K, SAME_SIZE, SIGMOID),
-    Part((*rope(fraction=FRACTION).keys, "rotary_dim"), _read_rotary_dim, rope(fraction=FRACTION).write),
+    Part((*PARTIAL.keys, "rotary_dim"), _read_rotary_dim, PARTIAL.write, PARTIAL.named),
     always(qk_norm=True, qk_norm_scope="width", router_normalize=True),
     rows=Experts(SPARSE, gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias").rows,
     only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)}
@@ -228,6 +230,7 @@ MELLUM = decoder(
         ROPE_OF_MELLUM.keys,
         _read_mellum_rope,
         lambda model: {"rope_parameters": ROPE_OF_MELLUM.write(model)["rope_parameters"]},
+        ROPE_OF_MELLUM.named,
     ),
     windows(lambda values, layer: False),
     counted("num_local_experts", "num_experts", default=64),
@@ -298,7 +301,7 @@ HUNYUAN_V1_MOE = decoder(
     "HunYuanMoEV1",
     sizes(4096, 11_008, 32, 32, None, 290_943, 2048) | {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
     *(*LIKE_LLAMA, HEAD_DIM, biases("attention_bias"), always(qk_norm=True, qk_norm_after_rope=True)),
-    Part(ROPE.keys, read_alpha, ROPE.write),
+    Part(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
     Part(
         ("num_experts", "moe_topk"),
         _read_hunyuan,
@@ -306,6 +309,10 @@ HUNYUAN_V1_MOE = decoder(
             "num_experts": model.num_experts,
             "moe_topk": model.experts_top_k,
             "intermediate_size": expert_size(model),
+        },
+        {
+            "experts_top_k": "moe_topk",
+            **dict.fromkeys(("expert_size", "shared_expert_size"), "intermediate_size"),
         },
     ),
     names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),

@@ -22,6 +22,7 @@ from mtjax.convert.families.parts import (
     activation,
     attention_settings,
     biases,
+    check_factor,
     fields,
     unused,
     windows,
@@ -101,6 +102,7 @@ CWM = decoder(
 
 def _read_clova(values: Json) -> Settings:
     """Reads where the norms are, and the factor of the scores, by default that of Llama."""
+    check_factor(values, "head_dim")
     width = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
     return {
         "norm_placement": "sandwich" if values["use_post_norm"] else "pre",

@@ -25,8 +25,10 @@ FRACTION = "partial_rotary_factor"
 
 def _check_head_dim(values: Json) -> Settings:
     """Refuses heads of another width, which transformers would rotate as if they had it."""
+    if values.get("head_dim") is None:
+        return {}
     width = values["hidden_size"] // values["num_attention_heads"]
-    if values.get("head_dim") not in (None, width):
+    if values["head_dim"] != width:
         raise UserError(
             f"head_dim is {values['head_dim']!r}, but must be hidden_size / num_attention_heads, {width}, in a gpt_neox"
         )
@@ -66,9 +68,20 @@ GPT_NEOX = decoder(
 )
 
 
+def rotated_share(rotary_dim: int | None, width: int) -> float:
+    """Returns which share of a head's width is rotated; None is all of it.
+
+    Raises:
+      UserError: no head has so many channels.
+    """
+    if rotary_dim is not None and not 0 < rotary_dim <= width:
+        raise UserError(f"rotary_dim is {rotary_dim!r}, and must be above 0 and at most {width}, the width of a head")
+    return 1.0 if rotary_dim is None else rotary_dim / width
+
+
 def _read_rotary_dim(values: Json) -> Settings:
-    width = values["n_embd"] // values["n_head"]
-    return {"rope_theta": 10_000.0, "rope_fraction": (values["rotary_dim"] or width) / width}
+    share = rotated_share(values["rotary_dim"], values["n_embd"] // values["n_head"])
+    return {"rope_theta": 10_000.0, "rope_fraction": share}
 
 
 GPTJ_SIZES = (

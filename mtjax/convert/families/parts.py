@@ -1,6 +1,7 @@
 """Parts of the description of a type: keys of config.json, and the settings that are read from and written to them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,24 @@ class Part:
     """Returns mtjax's settings from the values of all keys, those of missing keys being the type's defaults."""
     write: Callable[[Model], Json]
     """Returns keys of config.json from mtjax's settings."""
-    named: Mapping[str, str] = field(default_factory=dict)
-    """Settings -> the key that each is read from, for messages."""
+    named: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Settings -> the key that each is read from, for messages; or several, of which a config.json has one."""
+
+
+def all_named(parts: Iterable[Part]) -> dict[str, str | tuple[str, ...]]:
+    """Returns `Part.named` of several parts, the later of which win."""
+    return {ours: theirs for part in parts for ours, theirs in part.named.items()}
+
+
+def check_factor(values: Json, key: str) -> None:
+    """Checks a number from which settings are computed, so that the error has the number that was typed.
+
+    Raises:
+      UserError: the value of a key is neither null nor a finite number above 0.
+    """
+    value = values[key]
+    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise UserError(f"{key} is {value!r}, and must be a number above 0")
 
 
 def always(**settings: Any) -> Part:
@@ -80,13 +97,17 @@ def scaled(
       kind: type of the key's value, int if it is an integer.
     """
 
+    def forward(values: Json) -> Settings:
+        check_factor(values, key)
+        return {setting: None if values[key] is None else read(values[key])}
+
     def back(value: float | None) -> float | None:
         found = None if value is None else inverse(read, value, write(value))
         return kind(found) if found is not None and found == int(found) else found
 
     return Part(
         (key,),
-        lambda values: {setting: None if values[key] is None else read(values[key])},
+        forward,
         lambda model: {key: back(getattr(model, setting))},
         {setting: key},
     )

@@ -36,7 +36,7 @@ PHI3 = decoder(
     sizes(3072, 8192, 32, 32, None, 32_064, 4096)
     | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     *LIKE_LLAMA,
-    Part(FRACTION.keys, _read_rope, _write_rope),
+    Part(FRACTION.keys, _read_rope, _write_rope, FRACTION.named),
     NO_BIASES,
     given(embd_pdrop=0.0, resid_pdrop=0.0),
     window(),

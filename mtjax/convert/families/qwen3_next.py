@@ -154,7 +154,7 @@ QWEN3_NEXT = halved(
         always(position="rope", norm_weight="offset", qk_norm=True, attention_output_gate=True),
         rope(fraction="partial_rotary_factor"),
         biases("attention_bias"),
-        Part((*_PATTERN_KEYS, *_EXPERTS.keys), _read_pattern, _write_pattern),
+        Part((*_PATTERN_KEYS, *_EXPERTS.keys), _read_pattern, _write_pattern, _EXPERTS.named),
         fields(**_DELTA),
         rows=_rows,
         # It is that of the convolutions, too, which have SiLU.

@@ -13,7 +13,7 @@ from mtjax.convert.families.decoder_rows import LAYERS, Names, attention_rows, m
 from mtjax.convert.families.family import Json
 from mtjax.convert.families.hybrid import FLOOR, INITIAL, rms_norm
 from mtjax.convert.families.hybrid_rows import mamba_rows
-from mtjax.convert.families.parts import Part, Settings, activation, always, fields, unused
+from mtjax.convert.families.parts import Part, Settings, activation, always, check_factor, fields, unused
 from mtjax.convert.families.rows import linear, norm
 from mtjax.convert.table import Row, Tensor, dims
 from mtjax.errors import UserError
@@ -59,6 +59,7 @@ def _write_pattern(model: Model) -> Json:
 
 
 def _read_state_space(values: Json) -> Settings:
+    check_factor(values, "mamba_expand")
     inner, count = values["mamba_expand"] * values["hidden_size"], values["n_mamba_heads"]
     if inner % count:
         raise UserError(
@@ -180,12 +181,17 @@ ZAMBA2 = decoder(
     Part(
         ("layers_block_type", "num_mem_blocks", "num_hidden_layers", "hybrid_layer_ids"), _read_pattern, _write_pattern
     ),
-    Part(("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space),
+    Part(("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space, {"ssm_heads": "n_mamba_heads"}),
     fields(ssm_state="mamba_d_state", ssm_groups="mamba_ngroups", ssm_conv="mamba_d_conv"),
     FLOOR,
     INITIAL,
-    Part(("num_attention_heads",), _read_attention, lambda model: {"num_attention_heads": model.num_heads}),
-    Part(("use_mem_rope", *ROPE.keys), _read_position, _write_position),
+    Part(
+        ("num_attention_heads",),
+        _read_attention,
+        lambda model: {"num_attention_heads": model.num_heads},
+        {"num_heads": "num_attention_heads"},
+    ),
+    Part(("use_mem_rope", *ROPE.keys), _read_position, _write_position, ROPE.named),
     fields(block_rank="adapter_rank", block_attention_adapters="use_shared_attention_adapter"),
     # What follows from others, and transformers computes anew.
     unused("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "num_query_groups"),

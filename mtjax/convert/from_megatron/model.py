@@ -7,7 +7,7 @@ from mtjax.config.layer_pattern import expanded
 from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
-from mtjax.convert.megatron_hybrid import ALLOWED, DELTA_SIZES, is_hybrid, pattern_of
+from mtjax.convert.megatron_hybrid import ALLOWED, DELTA_NETS, DELTA_SIZES, VARIANTS, is_hybrid, pattern_of
 from mtjax.convert.megatron_stages import uneven_arguments
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
@@ -146,8 +146,10 @@ def _letters(to: Translation) -> str:
             "moe_layer_freq": "the pattern says which layers have experts",
             "qk_layernorm": "Megatron's hybrid models ignore it",
             "spec": "the pattern says what the layers are",
+            "linear_attention_freq": "the pattern says which layers are gated delta nets",
+            VARIANTS: "the pattern says which layers are gated delta nets",
         }.items()
-        if dest in given.values
+        if dest in given.values and (dest != VARIANTS or ("G" in letters and given.values[dest] in DELTA_NETS))
     }
     return letters
 

@@ -31,7 +31,7 @@ class AttentionOptions:
     """When given, its biases are added to the scores."""
 
     largest_scores: Float[Array, " heads"] | None = None
-    """When given, its gradient is each head's largest score, before cap, bias and mask: zeros, which nothing reads."""
+    """When given, zeros whose gradient is each head's largest score that the mask shows, before cap and bias."""
 
     @property
     def adjusts_scores(self) -> bool:

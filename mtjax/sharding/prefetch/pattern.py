@@ -159,8 +159,8 @@ def _forward(
         for (letter, place), above in zip(places, following, strict=True):
             ahead = gathered
             if above is not None:
-                (x, gathered), index = _index_after((x, gathered), above)
-                ahead = program.letters[above.letter].gather(stacks[above.letter], index)
+                (x, gathered), next_index = _index_after((x, gathered), above)
+                ahead = program.letters[above.letter].gather(stacks[above.letter], next_index)
             x, state, vjp = program.letters[letter].forward(x, gathered, stacks[letter], place, shared, saves=saves)
             states += [] if state is None else [state]
             saved.append(vjp)
@@ -275,8 +275,9 @@ def _layer_backward(
     found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
     gradient, waiting, of_resident, of_shared = found
     if below is not None and index is not None:
-        # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would wait for the
-        # gradients where it begins with the gather, at once: the gather waits for a part of the backward pass, too.
+        # XLA runs one collective at a time over these ranks. If the gather were ready when the layer begins, XLA would
+        # wait for the reduction first, with nothing computed meanwhile; so the gather also waits for the first matrix's
+        # gradient.
         known = [*(array for each in reduced.values() for array in each.prefetched), *own.earliest(waiting)]
         index = after(known, index) if known and is_tensor_parallel() else index
         under = program.letters[below.letter].gather(stacks[below.letter], index)
