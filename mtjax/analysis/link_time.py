@@ -131,7 +131,7 @@ def exposed_ahead(
       compute: seconds of all layers, both passes.
       by_letter: of a layer of each letter of a pattern, in which neighbours hide each other's; empty without one.
     """
-    sent, last = {PARAMETERS: 0.0, GRADIENTS: 0.0}, 0.0
+    sent, last, groups = {PARAMETERS: 0.0, GRADIENTS: 0.0}, 0.0, set[tuple[str, int]]()
     for entry in transfers(anatomy, plan):
         if axis_of(entry) == DATA:
             seconds = transfer_time(entry, anatomy, plan, machine)
@@ -139,6 +139,7 @@ def exposed_ahead(
                 last += seconds
             else:
                 sent[entry.phase] += seconds
+                groups.add((entry.axis, entry.group_size))
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again, upfront = sent[PARAMETERS], 0.0, 0.0
     if plan.zero == 3:
@@ -149,16 +150,17 @@ def exposed_ahead(
     elif plan.microbatches > 1:
         gathers, upfront = 0.0, gathers
     if by_letter:
-        each = plan.microbatches * _latency(plan, machine)
+        each = plan.microbatches * _latency(groups, plan, machine)
         return upfront + last + exposed_in_pattern(anatomy, plan, (gathers, again, sent[GRADIENTS]), by_letter, each)
     waits = max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
     return upfront + last + waits
 
 
-def _latency(plan: Plan, machine: Machine) -> float:
-    """Returns the seconds of an all-gather of next to nothing over data ranks."""
-    least = Transfer(DATA, plan.mesh.degree((DATA,)), "all-gather", "", 1, 1, 1)
-    return machine.transfer(least, members_inside(plan, DATA, machine.server))
+def _latency(groups: set[tuple[str, int]], plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of an all-gather of next to nothing over the slowest of these groups of ranks, each of axes
+    and a degree."""
+    least = (Transfer(axis, degree, "all-gather", "", 1, 1, 1) for axis, degree in groups)
+    return max((machine.transfer(one, members_inside(plan, one.axis, machine.server)) for one in least), default=0.0)
 
 
 def ring_seconds(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

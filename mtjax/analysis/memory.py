@@ -329,7 +329,7 @@ def _unreduced_gradients(anatomy: Anatomy, plan: Plan) -> float:
 def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes that a layer's backward pass needs in addition to its saved activations."""
     kinds = layer_activations(stack, plan)
-    gathered = gathered_bytes(anatomy, stack, plan) if plan.zero == 3 else 0.0
+    gathered = gathered_bytes(anatomy, stack, plan) if plan.zero == 3 and plan.zero_degree > 1 else 0.0
     if plan.residuals == "megatron":
         saved = {} if plan.recompute == "full" else _saved(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in saved) + _group(plan, kinds)

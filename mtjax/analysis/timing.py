@@ -6,6 +6,7 @@ Each kernel takes the longer of its FLOPs at the sustained rate and its bytes at
 the alpha-beta model of a ring. Times of kernels and collectives are a `Machine`'s.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -43,7 +44,7 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ITERATIONS
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
-from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.stages import layers_in_chunk, layers_of_chunks
 from mtjax.layout.timetable import num_ticks
 
 
@@ -147,10 +148,8 @@ def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Softwa
         return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
     alike = _alike(plan)
     longest = max(
-        sum(
-            layers_in_chunk(stack, plan) * sum(_of_layer(anatomy, stack, alike, machine, software)) for stack in section
-        )
-        for section in anatomy.sections
+        _longest(own, plan, [(sum(_of_layer(anatomy, stack, alike, machine, software)),) for stack in own])
+        for own in anatomy.sections
     )
     ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
     return (1 - ROUNDING) * ticks * longest
@@ -165,7 +164,8 @@ def _as_run_by(software: Software, plan: Plan) -> Plan:
 def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
     """Returns the seconds of a step of a pipeline, whose stages run a timetable in lockstep, idle or not.
 
-    A tick takes as long as the slowest stage's chunk, and the bubble is the time of all ticks beyond the useful work.
+    A tick takes as long as the slowest stage's chunk, and the bubble is the time of all ticks beyond the useful work,
+    that of a stage on average. Slots that a stage skips take no time, but what layers in them would send counts.
     The losses are computed in the ticks in which the last stage runs its last chunk. With full recompute it skips that
     chunk's forward half, in the same tick except in GPipe: the losses add what they take beyond it. With context
     parallelism it skips nothing.
@@ -173,21 +173,21 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
 
-    def of_stack(stack: Stack) -> list[float]:
-        """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
+    def of_layer(stack: Stack) -> tuple[float, ...]:
+        """Seconds of one of its layers: products, attention, element-wise, copies."""
         made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
-        turn = _copies(made, machine, software)
-        return [layers_in_chunk(stack, plan) * s for s in (*_of_layer(anatomy, stack, alike, machine, software), turn)]
+        return *_of_layer(anatomy, stack, alike, machine, software), _copies(made, machine, software)
 
-    chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
-    products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
+    each, places = [(own, list(map(of_layer, own))) for own in anatomy.sections], plan.mesh.stage * plan.chunks
+    means = [_added([stack.layers / places for stack in own], times) for own, times in each]
+    products, attention, element_wise, copied = (m * plan.chunks * sum(mean[i] for mean in means) for i in range(4))
     work = products + attention + element_wise + copied
-    longest = max(sum(chunk) for chunk in chunks)
-    ahead = sum(
-        layers_in_chunk(s, plan) * layer_forward_seconds(s, alike, machine, software) for s in anatomy.sections[-1]
-    )
+    longest = max(_longest(own, plan, times) for own, times in each)
+    last = anatomy.sections[-1]
+    forward = [(layer_forward_seconds(stack, alike, machine, software),) for stack in last]
+    ahead = _longest(last, plan, forward)
     skipped = (
-        ahead
+        sum(_added(layers_of_chunks(last, plan)[-1], forward))
         if plan.recompute == "full" and plan.pipeline_schedule != "gpipe" and not plan.context_parallelism
         else 0.0
     )
@@ -215,6 +215,16 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         hidden=dict.fromkeys((DATA, EXPERT), 0.0)
         | {MODEL: beside, STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
     )
+
+
+def _added(counts: Iterable[float], times: Sequence[Sequence[float]]) -> list[float]:
+    """Adds up the seconds of as many layers of each stack as `counts` says, cause by cause."""
+    return [sum(n * seconds for n, seconds in zip(counts, cause, strict=True)) for cause in zip(*times, strict=True)]
+
+
+def _longest(section: tuple[Stack, ...], plan: Plan, times: Sequence[Sequence[float]]) -> float:
+    """Returns the seconds of the chunk of a section that takes longest, of those of a layer of each stack by cause."""
+    return max(sum(_added(counts, times)) for counts in set(layers_of_chunks(section, plan)))
 
 
 def _of_layer(
@@ -273,7 +283,10 @@ def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
     (anatomy, own), turns = teacher, plan.microbatches
     if own.is_staged:
         turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
-    each = (layers_in_chunk(s, own) * layer_forward_seconds(s, _alike(own), machine, software) for s in anatomy.stacks)
+    each = (
+        _longest(section, own, [(layer_forward_seconds(s, _alike(own), machine, software),) for s in section])
+        for section in anatomy.sections
+    )
     sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
     return turns * sum(each) + sum(sent)
 

@@ -253,10 +253,12 @@ class Plan:
     def prefetches(self, model: Model) -> bool:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers, and patterns: in one of the model's loops."""
-        stacks, has_groups = stacks_of(model), self.recompute_group > 1 or self.recompute_first is not None
-        in_loops = not (has_groups or self.recompute_offload or self.unrolled or self.is_staged)
+        stacks, first = stacks_of(model), self.recompute_first
+        in_loops = not (self.recompute_group > 1 or self.recompute_offload or self.unrolled or self.is_staged)
         in_loops = in_loops and all(stack.has_own_loop or stack.pattern for stack in stacks)
-        return in_loops and self.reduces_in_backward and self.residuals == "jax" and any(s.can_prefetch for s in stacks)
+        alike = [s for s in stacks if first is None or (s.has_own_loop and first >= s.layers)]
+        sends = self.data_degree * self.mesh.context > 1 and self.reduces_in_backward and self.residuals == "jax"
+        return in_loops and sends and any(stack.can_prefetch for stack in alike)
 
     def overlaps_data(self, model: Model) -> bool:
         """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where

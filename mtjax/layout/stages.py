@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 from mtjax.config import Model, Parallel
@@ -73,6 +73,11 @@ class LayerOrder:
         index = {number: i for i, number in enumerate(sorted(set(self.flat) - {PADDING}))} | {PADDING: PADDING}
         return LayerOrder(tuple(tuple(tuple(map(index.__getitem__, c)) for c in stage) for stage in self.numbers))
 
+    @cached_property
+    def layers_of_chunks(self) -> tuple[int, ...]:
+        """Layers of each chunk, without empty slots: stage by stage."""
+        return tuple(sum(number != PADDING for number in chunk) for stage in self.numbers for chunk in stage)
+
     def layers_on(self, stage: int) -> int:
         """Returns the number of layers of a stage."""
         return sum(number != PADDING for chunk in self.numbers[stage] for number in chunk)
@@ -131,6 +136,14 @@ def layers_in_chunk(stack: LayerStack, plan: Plan) -> int:
     if not plan.is_staged:
         return -(-stack.layers // plan.mesh.stage)
     return order_in_plan(stack, plan).places
+
+
+def layers_of_chunks(section: tuple[LayerStack, ...], plan: Plan) -> list[tuple[int, ...]]:
+    """Returns how many layers of each stack of a section every chunk runs, without empty slots, stage by stage; without
+    pipeline, or in Megatron, those of a stage."""
+    if not plan.is_staged:
+        return [tuple(layers_in_chunk(stack, plan) for stack in section)]
+    return list(zip(*(order_in_plan(stack, plan).layers_of_chunks for stack in section), strict=True))
 
 
 def layers_of_stage(stack: LayerStack, plan: Plan) -> int:

@@ -17,6 +17,7 @@ from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.layer_time import layer_seconds
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.software import MTJAX
+from mtjax.analysis.timing import least_seconds, step_time
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 
@@ -67,3 +68,28 @@ def test_gated_delta_nets_take_as_long_as_those_of_compiled_programs(mesh, lengt
     (stack,) = (stack for stack in anatomy.stacks if stack.letter == "G")
     copied = sum(copy.times * machine.kernel(copy.size) for copy in copies_in_turn(stack, anatomy.model, plan))
     assert 1e3 * (sum(layer_seconds(stack, plan, machine, MTJAX)) + copied) == pytest.approx(milliseconds, rel=0.09)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chunks"),
+    [("M-*MM-*M", ("M-", "*M")), ("MM*-M-*M", ("MM", "*-", "M-", "*M"))],
+)
+def test_slots_that_a_stage_skips_take_no_time(pattern, chunks):
+    """Two chunks on each of two stages: a tick takes as long as the slowest chunk, not as long as all slots."""
+    settings = {"layer_pattern": pattern, "num_layers": 8, "vocab_size": 4096, "mesh": "1x2x1", **PLAIN}
+    settings |= {"pipeline_schedule": "interleaved", "chunks": 2, "global_batch_size": 8, "sequence_length": 4096}
+    run = config.replace(config.load("nemotron-h-8b"), **settings)
+    anatomy, plan, machine = anatomy_of(run.model), Plan.of(run, parse_mesh("1x2x1")), Machine(DGX_H100)
+    computed = {stack.letter: sum(layer_seconds(stack, plan, machine, MTJAX)) for stack in anatomy.stacks}
+    copied = {
+        stack.letter: sum(copy.times * machine.kernel(copy.size) for copy in copies_in_turn(stack, anatomy.model, plan))
+        for stack in anatomy.stacks
+    }
+    ticks = 8 * 2 + 2 - 1
+    time = step_time(anatomy, plan, DGX_H100)
+    assert time.compute - time.logits == pytest.approx(8 / 2 * sum(computed[letter] for letter in pattern))
+    longest = max(sum(computed[letter] + copied[letter] for letter in chunk) for chunk in chunks)
+    work = 8 / 2 * sum(computed[letter] + copied[letter] for letter in pattern)
+    assert time.bubble == pytest.approx(ticks * longest - work)
+    least = max(sum(computed[letter] for letter in chunk) for chunk in chunks)
+    assert least_seconds(anatomy, plan, DGX_H100) == pytest.approx(ticks * least)

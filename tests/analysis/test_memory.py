@@ -1,6 +1,7 @@
 """Memory by formula against the papers' closed forms and Megatron's published bytes."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -304,3 +305,15 @@ def test_zero_3_turns_what_it_splits_along_an_inner_dimension_and_scatters_the_o
     assert kept[memory.GRADIENTS_OUTSIDE] == 4 * (table + 4096)  # and the last norm's
     without = memory.stage_memory(anatomy_of(run.model), dataclasses.replace(plan, zero=1)).activations
     assert memory.TRANSPOSED not in without
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+@pytest.mark.parametrize("pattern", ["", "(*-)x3"])
+def test_zero_3_without_ranks_to_shard_over_is_no_zero(mesh, pattern):
+    """Both lower to the same program."""
+    family: dict[str, Any] = {"family": "hybrid", "layer_pattern": pattern} if pattern else {}
+    family |= {"vocab_size": 1024, "global_batch_size": 1, "microbatch_size": 1}
+    run = config.replace(config.Config(), num_layers=6, mesh=mesh, **family)
+    plan = Plan.of(run, parse_mesh(mesh), unrolled=False)
+    sharded = dataclasses.replace(plan, zero=3)
+    assert memory.stage_memory(anatomy_of(run.model), sharded) == memory.stage_memory(anatomy_of(run.model), plan)

@@ -44,3 +44,25 @@ def test_layers_are_unrolled_on_gpus_where_that_is_possible(fields, mesh, expect
 def test_a_program_for_cpus_has_a_loop_and_says_so_in_its_config():
     assert program_of("1x1").config.training.unroll_layers is False
     assert config.Config().training.unroll_layers is None
+
+
+PATTERN = {"family": "hybrid", "layer_pattern": "*-*-", "num_layers": 4}
+BLOCK = {"num_layers": 8, "recompute": "full", "recompute_method": "block", "zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh", "expected"),
+    [
+        (PATTERN, "2x1", True),
+        (PATTERN, "data=1,context=2", True),
+        (PATTERN, "1x2", False),  # no communication to overlap
+        ({**PATTERN, "zero": 3}, "1x1", False),
+        ({**BLOCK, "recompute_num_layers": 8}, "2x1", True),  # of all layers: one loop
+        ({**BLOCK, "recompute_num_layers": 7}, "2x1", False),
+        ({**BLOCK, **PATTERN, "recompute_num_layers": 4}, "2x1", False),
+    ],
+    ids=str,
+)
+def test_layers_are_prefetched_where_one_loop_has_communication(fields, mesh, expected):
+    run = tiny_config(mesh=mesh, **fields)
+    assert Plan.of(run, parse_mesh(mesh), unrolled=False).prefetches(run.model) is expected
