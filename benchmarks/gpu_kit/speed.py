@@ -124,8 +124,5 @@ def trace(step: Any, wait: Any, predicted: Report) -> dict[str, Any]:
             return {"trace_error": str(e)}
     causes = {name: {"measured": c.measured, "predicted": c.predicted} for name, c in measured.causes.items()}
     phases = {n: {"measured": p.computing + p.sending, "predicted": p.predicted} for n, p in measured.phases.items()}
-    kernels = [
-        k.kind._asdict() | {"launches": k.launches, "measured": k.measured, "predicted": k.predicted}
-        for k in measured.kernels[:KERNELS]
-    ]
+    kernels = [kernel.to_json() for kernel in measured.kernels[:KERNELS]]
     return {"traced_seconds": measured.seconds, "causes": causes, "phases": phases, "kernels": kernels}

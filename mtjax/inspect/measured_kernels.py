@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Module
@@ -47,6 +47,14 @@ class MeasuredKernel:
     def difference(self) -> float:
         """How many seconds more than predicted were measured; all of them without a prediction."""
         return self.measured - (self.predicted or 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row as JSON values."""
+        return self.kind._asdict() | {
+            "launches": self.launches,
+            "measured": self.measured,
+            "predicted": self.predicted,
+        }
 
 
 @dataclass(frozen=True)

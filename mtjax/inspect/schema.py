@@ -60,10 +60,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
         "collectives": [
             dict(zip(names, key, strict=True)) | asdict(sent) for key, sent in measured.collectives.items()
         ],
-        "kernels": [
-            k.kind._asdict() | {"launches": k.launches, "measured": k.measured, "predicted": k.predicted}
-            for k in measured.kernels
-        ],
+        "kernels": [kernel.to_json() for kernel in measured.kernels],
     }
 
 

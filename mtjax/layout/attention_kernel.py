@@ -118,10 +118,15 @@ def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
         yield f"it is causal and does not mask padding, and family is {model.family}"
 
 
-def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
-    """Yields what rules out cuDNN's kernel on these GPUs."""
+def _without_largest_scores(config: Config) -> Iterator[str]:
+    """Yields what needs the largest scores, which kernels that keep scores to themselves do not return."""
     if config.optimizer.qk_clip:
         yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
+
+
+def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
+    """Yields what rules out cuDNN's kernel on these GPUs."""
+    yield from _without_largest_scores(config)
     width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
@@ -151,8 +156,7 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
 def _not_pallas(config: Config, platform: str, capability: Capability, context: int) -> Iterator[str]:
     """Yields what rules out the kernel `pallas`, for which `blocks` takes its place: its masks are the same."""
     model = config.model
-    if config.optimizer.qk_clip:
-        yield f"it does not keep the largest scores, and qk_clip is {config.optimizer.qk_clip:g}"
+    yield from _without_largest_scores(config)
     if platform not in ("gpu", "cuda"):
         yield "it runs on GPUs only"
     if capability < AMPERE:
