@@ -57,7 +57,7 @@ class Followed:
     """Of each instruction, threads added, [instructions]."""
     accesses: dict[int, Access] = field(default_factory=dict)
     """By index of the instruction, global memory only."""
-    sectors: set[int] = field(default_factory=set)
+    sectors: int = 0
     """Sectors of global memory that the block touches, at known addresses."""
     touched: int = 0
     """Bytes of these sectors that its threads access."""
@@ -158,14 +158,17 @@ class _Block:
 
     def _count_sectors(self) -> None:
         """Counts the distinct sectors of the block, and how much of them is accessed."""
-        words: list[np.ndarray] = []
-        for size, starts in self.bytes_seen.items():
-            step = min(size, 2)  # no finer than two bytes, of which most arrays are
-            unique = np.unique(np.concatenate(starts))
-            words.append(np.unique((unique[:, None] + np.arange(0, size, step)).ravel() // 2))
-        touched = np.unique(np.concatenate(words)) if words else np.zeros(0, np.int64)
-        self.result.touched = 2 * touched.size
-        self.result.sectors = set(np.unique(touched * 2 // SECTOR).tolist())
+        starts = [np.concatenate(found) for found in self.bytes_seen.values()]
+        if not starts:
+            return
+        sizes = [np.full(len(found), size) for size, found in zip(self.bytes_seen, starts, strict=True)]
+        start, size = np.concatenate(starts), np.concatenate(sizes)
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], (start + size)[order]
+        before = np.maximum.accumulate(np.concatenate([[-1], end[:-1]]))  # where the accesses before it end
+        self.result.touched = int(np.maximum(end - np.maximum(start, before), 0).sum())
+        first, last = start // SECTOR, (end - 1) // SECTOR
+        self.result.sectors = int(np.maximum(last - np.maximum(first - 1, (before - 1) // SECTOR), 0).sum())
 
     def _address(self, op: Op) -> Value:
         text = op.address
