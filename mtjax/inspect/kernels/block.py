@@ -2,8 +2,9 @@
 
 Only what addresses and branches depend on is computed, on integers, for all threads of the block at once. What is
 loaded from memory is not known: it counts as 0, and is remembered as equal for all threads if all load it from one
-address (an offset of a slice), else as different for each (an index of a gather). A branch on data that differs between
-threads goes on to the next instruction.
+address (an offset of a slice), else as different for each (an index of a gather). A branch on loaded data, such as
+whether an index lies within the array or whether a swap was successful, goes on to the next instruction, unless it is a
+branch forward and the next instruction ends the kernel.
 """
 
 import re
@@ -123,12 +124,13 @@ class _Block:
             known = guard.known
             holds = (guard.bits == 0) if op.is_negated else (guard.bits != 0)
             active = here & holds
-            if known == VARIES:
-                active = here if op.kind != "bra" else here & False
+            if known != KNOWN:
+                skips = op.kind == "bra" and not (self._target(op) > at and self._ends(at + 1))
+                active = here & False if skips else here
         self.result.executions[at] += int(active.sum())
         self.pc[here] = at + 1
         if op.kind == "bra":
-            self.pc[active] = self.kernel.labels.get(op.operands[-1], len(self.kernel.ops))
+            self.pc[active] = self._target(op)
         elif op.kind in ("ret", "exit", "trap"):
             self.pc[active] = len(self.kernel.ops)
         else:
@@ -136,6 +138,17 @@ class _Block:
                 self._access(at, op, active)
             if at in self.needed:
                 self._compute(op, active)
+
+    def _ends(self, at: int) -> bool:
+        """Returns whether an instruction ends the kernel."""
+        ops = self.kernel.ops
+        if at >= len(ops) or ops[at].kind in ("ret", "exit", "trap"):
+            return True
+        return ops[at].kind == "bra" and ops[at].guard is None and self._ends(self._target(ops[at]))
+
+    def _target(self, op: Op) -> int:
+        """Returns the index of the instruction to which a branch goes."""
+        return self.kernel.labels.get(op.operands[-1], len(self.kernel.ops))
 
     def _access(self, at: int, op: Op, active: np.ndarray) -> None:
         access = self.result.accesses.setdefault(at, Access())
