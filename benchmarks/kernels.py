@@ -53,7 +53,7 @@ EXPECTED: dict[tuple[str, str], str] = {
     (
         "spills",
         "models/mixers/latent_attention.py",
-    ): "4 bytes a thread of the gradients of latents, 0.1% of a step; the kernel takes as long as its bytes",
+    ): "4 bytes a thread of the norm of latents, 0.1% of a step",
     (
         "spills",
         "models/head_norm.py",
