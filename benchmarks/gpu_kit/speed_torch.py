@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpu_kit.child import Child, next_tokens
 from gpu_kit.clock import seconds_of
 from gpu_kit.shapes import SHAPES, config_of
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
