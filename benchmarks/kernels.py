@@ -61,7 +61,7 @@ EXPECTED: dict[tuple[str, str], str] = {
     (
         "slow",
         "sharding/experts/dispatch.py",
-    ): "the tokens of a block of rows are gathered by one element a thread, and computing an index takes 3 times as long "
+    ): "the tokens of a block of rows are gathered by one element a thread, and its index takes 3 times as long "
     "as its 2 bytes (1.6% of a step of qwen3-30b-a3b)",
     (
         "spills",
