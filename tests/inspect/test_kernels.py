@@ -18,7 +18,7 @@ from mtjax.inspect.kernels import ptx, sass
 from mtjax.inspect.kernels.audit import SWAPS, check_kernels
 from mtjax.inspect.kernels.block import follow
 from mtjax.inspect.kernels.dump import read
-from mtjax.inspect.kernels.kernel import Launch, atomics_of, machine_of
+from mtjax.inspect.kernels.kernel import KernelLaunch, atomics_of, machine_of
 from mtjax.inspect.kernels.occupancy import occupancy
 from mtjax.inspect.kernels.rates import ALU, ISSUE, SPECIAL, rates_of
 from mtjax.inspect.kernels.source import SourceLines
@@ -82,7 +82,7 @@ STORES = {
 """Name -> code, bytes between the threads' elements, threads for each thread that stores."""
 
 
-def kernel_of(end: str) -> ptx.Kernel:
+def kernel_of(end: str) -> ptx.PtxEntry:
     return ptx.parse(HEAD + KERNEL.format(end=end))["example"]
 
 
@@ -188,7 +188,9 @@ def test_instructions_are_those_of_the_source_however_ptxas_unrolls(tmp_path):
     path = tmp_path / "a.ptx"
     path.write_text(HEAD + KERNEL.format(end=STORES["next to each other"][0]))
     assembled = assemble([path], "sm_90a", tmp_path)["example"]
-    found = machine_of(ptx.parse(path.read_text())["example"], assembled, Launch((264, 1, 1), (THREADS, 1, 1), 0), H100)
+    found = machine_of(
+        ptx.parse(path.read_text())["example"], assembled, KernelLaunch((264, 1, 1), (THREADS, 1, 1), 0), H100
+    )
     assert (found.counts[SPECIAL], found.counts["memory"], found.counts["FMA"]) == (TURNS, TURNS + 1, TURNS)
     # 2 blocks for each of 132 multiprocessors, in which 16 threads compute an exponential per clock of 1.98 GHz.
     assert found.seconds[SPECIAL] == pytest.approx(2 * THREADS * TURNS / 16 / 1.98e9)
