@@ -18,7 +18,7 @@ from mtjax.analysis.hardware import H100
 from mtjax.config import load
 from mtjax.errors import UserError
 from mtjax.inspect import text
-from mtjax.inspect.command import Job
+from mtjax.inspect.command import InspectJob
 from mtjax.inspect.compiled import DUMP_TO, WITH_KERNELS
 from mtjax.inspect.html import page
 from mtjax.inspect.kernels import audit, ptx, sass
@@ -218,7 +218,7 @@ def test_kernels_are_read_unless_they_are_many_or_programs_are_compared(tmp_path
     assert reason in text_of(replace(cpu_report, unread=reason)) and reason in page(replace(cpu_report, unread=reason))
 
     def reads(**values) -> bool | None:
-        return Job.of(Options(target="h100x8", **values), Console(), lambda run: (run, None)).kernels
+        return InspectJob.of(Options(target="h100x8", **values), Console(), lambda run: (run, None)).kernels
 
     assert [reads(), reads(kernels=True), reads(kernels=False)] == [None, True, False]
     assert [reads(vs=("1x8",)), reads(sweep=8), reads(time_on="v100x16")] == [False] * 3
