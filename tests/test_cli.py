@@ -243,8 +243,8 @@ def test_help_shows_what_most_runs_set(capsys: pytest.CaptureFixture[str]) -> No
         assert words in shown
     assert "None" not in shown
     assert "\n  --resume\n" in shown
-    all_shown = help_of("train", "--help-all", capsys)
-    assert "--tie-embeddings/--no-tie-embeddings\n      Share the embedding table with the output projection" in all_shown
+    switch = "--tie-embeddings/--no-tie-embeddings\n      Share the embedding table with the output projection"
+    assert switch in help_of("train", "--help-all", capsys)
 
 
 def test_help_of_a_finetuning_is_about_its_task(capsys: pytest.CaptureFixture[str]) -> None:

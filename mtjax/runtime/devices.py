@@ -34,7 +34,7 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
             "another mesh or another number of processes"
         )
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
-    if shape.size > 1 and on_cpus:  # XLA reads NPROC when it creates its devices
+    if shape.size > 1 and on_cpus:  # XLA: it reads NPROC when it creates its devices
         threads = THREADS_PER_DEVICE * shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     use_cpu_devices(shape.size // num_processes)
