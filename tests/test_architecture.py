@@ -223,7 +223,7 @@ CORE = {
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt.model", "language_model", "sharded_model"),
     ),
-    "train": ("schedule", "optimizer", "nonfinite_steps", "step"),
+    "train": ("learning_rate", "optimizer", "nonfinite_steps", "step"),
 }
 """What the step of a dense decoder runs, in the order in which to read it."""
 LINES_OF_CORE = 5206
@@ -283,7 +283,7 @@ def test_plans_need_no_jax() -> None:
 PLACES = ("PartitionSpec", "P", "Mesh", "psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "all_to_all")
 PLACES += ("ppermute", "axis_index", "axis_size", "pcast", "shard_map", "NamedSharding", "AbstractMesh", "ways")
 AXIS_NAMES = {"data", "stage", "context", "expert", "model"}
-SHAPES = {"mesh", "shape"}
+SHAPES = {"mesh", "mesh_shape", "shape"}
 """What shapes of meshes are called: `step.mesh.data` names an axis as much as a string does."""
 
 

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh
 from mtjax.layout.mesh import MeshShape
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Builds a mesh of the first `shape.size` devices, attached or compile-only, with all axes explicit."""
-    axes = shape.axes
+def make_mesh(mesh_shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+    """Builds a mesh of the first `mesh_shape.size` devices, attached or compile-only, with all axes explicit."""
+    axes = mesh_shape.axes
     # Row-major over the axes' order, so devices with consecutive indices differ in the last axis, `model`.
-    grid = np.array(devices[: shape.size], dtype=object).reshape([shape.degree((axis,)) for axis in axes])
+    grid = np.array(devices[: mesh_shape.size], dtype=object).reshape([mesh_shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
