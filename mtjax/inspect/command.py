@@ -69,7 +69,7 @@ class Job:
     console: Console
     verbose: bool
     with_teacher: WithTeacher
-    kernels: bool = False
+    kernels: bool | None = False
 
     @classmethod
     def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "Job":
@@ -86,7 +86,10 @@ class Job:
         contract = load_contract(options.contract) if options.contract else None
         if options.kernels:
             check_kernels(target)
-        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher, options.kernels)
+        # Programs that are compared are timed in the same way, however many kernels they have.
+        reads = False if options.vs or options.sweep or on_other else None
+        kernels = reads if options.kernels is None else options.kernels
+        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher, kernels)
 
     def with_vocabulary(self, run_config: Config) -> Config:
         """Returns the config with GPT-2's vocabulary size where it has none."""

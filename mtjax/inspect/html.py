@@ -75,6 +75,8 @@ def page(report: Report, others: Sequence[Report] = (), decision: Decision | Non
         sections.append(_time(report.time))
         if report.time.kernels:
             sections.append(_kernels(report.time.kernels))
+    if report.unread:
+        sections.append(f"<p>{escape(report.unread)}</p>")
     sections.append(_collectives(report))
     if others:
         sections.append(_others([report, *others]))

@@ -16,11 +16,13 @@ from mtjax.analysis.hardware import Server
 from mtjax.analysis.parts.experts import exchanged_share
 from mtjax.analysis.parts.heads import Output
 from mtjax.config import Config, Model
+from mtjax.errors import UserError
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.float8 import Float8Products, float8_products
 from mtjax.inspect.hlo import Array
+from mtjax.inspect.kernels.audit import why_unread
 from mtjax.inspect.legacy_symbols import letters
 from mtjax.inspect.memory import MemoryReport, argument_arrays, host_violations, memory_report
 from mtjax.inspect.predict import TimeReport, predict
@@ -88,6 +90,8 @@ class Report:
     analysis_seconds: float
     float8: Float8Products | None = None
     """None without matmuls in 8 bits, and for CPUs."""
+    unread: str | None = None
+    """Why the kernels' machine code was not read, where it would be by default."""
 
     @property
     def config(self) -> Config:
@@ -107,7 +111,7 @@ def inspect(
     time_on: Server | None = None,
     teacher: Model | None = None,
     *,
-    kernels: bool = False,
+    kernels: bool | None = False,
 ) -> Report:
     """Compiles the train step of a config and reports on it.
 
@@ -118,15 +122,27 @@ def inspect(
       time_on: servers for which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
       teacher: the model of the config's teacher, whose weights are in memory during the step.
-      kernels: whether to read the machine code of the kernels.
+      kernels: whether to read the machine code of the kernels; None where it can be read and takes no more than some
+        seconds.
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be evaluated.
     """
-    if not kernels:
-        return report(compile_step(config, target), contract, time_on, teacher)
-    with TemporaryDirectory(prefix="mtjax-kernels-") as folder:
-        return report(compile_step(config, target, Path(folder)), contract, time_on, teacher, Path(folder))
+    unread = why_unread(target) if kernels is None and target.server else None
+    reads = unread is None and target.server is not None if kernels is None else kernels
+    if not reads:
+        return report(compile_step(config, target), contract, time_on, teacher, unread=unread)
+    with TemporaryDirectory(prefix="mtjax-kernels-") as name:
+        folder = Path(name)
+        step = compile_step(config, target, folder)
+        if kernels is None and (unread := why_unread(target, folder)):
+            return report(step, contract, time_on, teacher, unread=unread)
+        try:
+            return report(step, contract, time_on, teacher, folder)
+        except UserError as e:
+            if kernels:
+                raise
+            return report(step, contract, time_on, teacher, unread=str(e))
 
 
 def report(
@@ -135,8 +151,10 @@ def report(
     time_on: Server | None = None,
     teacher: Model | None = None,
     dumped: Path | None = None,
+    unread: str | None = None,
 ) -> Report:
-    """Reports on a compiled step; arguments as of `inspect`, and the folder to which XLA wrote its kernels."""
+    """Reports on a compiled step; arguments as of `inspect`, the folder to which XLA wrote its kernels, and the reason
+    why they are not read."""
     start = time.perf_counter()
     server = time_on or step.target.server
     named = symbols_of(step.anatomy, step.plan)
@@ -165,6 +183,7 @@ def report(
         stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
         float8=float8,
+        unread=unread,
     )
 
 

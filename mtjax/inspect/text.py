@@ -38,6 +38,8 @@ def show(report: Report, console: Console) -> None:
     if report.time:
         console.print(causes_table(report.time))
         console.print(unrolling_line(report), highlight=False, end="")
+    if report.unread:
+        console.print(f"  {escape(report.unread)}", highlight=False, soft_wrap=True)
     if report.time and report.time.kernels:
         table = new_table("Kernels, by their machine code", KERNEL_HEADS, overflow="fold")
         for cells in kernel_rows(report.time.kernels):

@@ -27,6 +27,8 @@ SLOW = 2.0
 ARCHITECTURES = {(8, 0): "sm_80", (9, 0): "sm_90a", (10, 0): "sm_100a"}
 """Compute capability -> architecture for which XLA and ptxas compile."""
 SWAPS = "compare-and-swap"
+MOST_READ = 250
+"""Kernels of a step up to which they are read by default; a CPU takes less than 5 seconds for as many."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,23 @@ def check_kernels(target: Target) -> None:
     rates_of(target.server.gpu.compute_capability)
     for tool in ("ptxas", "nvdisasm"):
         find_tool(tool)
+
+
+def why_unread(target: Target, folder: Path | None = None) -> str | None:
+    """Returns why the kernels of a GPU program are not read unless the user asks for it; None where they are.
+
+    Args:
+      target: a GPU.
+      folder: to which XLA wrote the kernels, once it has.
+    """
+    try:
+        check_kernels(target)
+    except UserError as e:
+        return str(e)
+    written = len(list(folder.glob("*.ptx"))) if folder else 0
+    if written <= MOST_READ:
+        return None
+    return f"the machine code of {written} kernels takes seconds to read, and was left out: --kernels reads it"
 
 
 def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:

@@ -106,7 +106,7 @@ def machine_of(ptx: Ptx, assembled: Assembled, launch: Launch, gpu: Gpu, *, is_m
         counts=counts,
         seconds=_seconds(counts, followed, launch, gpu),
         atomics=atomics_of(ptx),
-        coalesced=followed.touched / (SECTOR * len(followed.sectors)) if followed.sectors else None,
+        coalesced=followed.touched / (SECTOR * followed.sectors) if followed.sectors else None,
         vectors=dict(vectors),
         is_indexed=any(access.is_indexed for access in accesses),
         is_exact=not assembled.code.loops or (times > 1 and followed.is_complete),
@@ -130,7 +130,7 @@ def _seconds(counts: Mapping[str, float], followed: Followed, launch: Launch, gp
     threads = blocks * math.ceil(launch.block_threads / 32) * 32
     seconds = {pipe: threads * count / rates[pipe] / clock for pipe, count in counts.items()}
     requested = sum(access.sectors for access in followed.accesses.values()) / L1_SECTORS
-    seconds[SECTORS] = blocks * max(requested, len(followed.sectors) / L2_SECTORS) / clock
+    seconds[SECTORS] = blocks * max(requested, followed.sectors / L2_SECTORS) / clock
     return seconds
 
 
