@@ -24,7 +24,7 @@ class FamilyParts:
     """Its network with a head for finetuning, such as one for classes; "" for a family that has none."""
     hugging_face: str = ""
     """The types of transformers whose weights it reads and writes, in the order in which an export prefers them: each a
-    `convert.model_types.family.Family`. "" for a family that transformers does not have."""
+    `convert.model_types.family.ModelType`. "" for a family that transformers does not have."""
 
 
 FAMILIES: dict[str, FamilyParts] = {
