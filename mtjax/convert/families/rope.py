@@ -103,9 +103,8 @@ def read_rope(values: Json, rope: Json, theta: float, known: tuple[str, ...] = (
         kinds = ", ".join(name for name in REQUIRED if name != "none")
         raise UserError(f"rope_type is {kind!r}, but must be one of default, {kinds}")
     if unknown := [key for key in rope if key not in KNOWN and key not in known and rope[key] is not None]:
-        raise UserError(
-            f"RoPE (rope_parameters or rope_scaling) has {', '.join(unknown)}, which mtjax does not support"
-        )
+        typed = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+        raise UserError(f"{typed} has {', '.join(unknown)}, which mtjax does not support")
     found: dict[str, Any] = {"rope_theta": float(rope.get(THETA, theta)), "rope_scaling": kind}
     return found | _read_scaling(values, rope, kind)
 
