@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.families.gpt.distilled import HARD, SOFT
 from mtjax.layout.stages import order_of
-from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.global_batch import global_batch

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.families.bert.model import BERT
+from mtjax.families.gpt.model import GPT
+from mtjax.families.retro.model import Retro
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
-from mtjax.models.families.bert import BERT
-from mtjax.models.families.gpt import GPT
-from mtjax.models.families.retro import Retro
 from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.gradients import Accumulate, distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.counts import on_device, stage_weights, zero_degree
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import computed_over, forward_flops, logit_flops
 from mtjax.analysis.parts.heads import teacher_table
 from mtjax.analysis.parts.part import Weight

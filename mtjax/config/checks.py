@@ -6,7 +6,7 @@ from typing import Any
 
 from mtjax.config.attention import check_attention
 from mtjax.config.experts import check_experts
-from mtjax.config.families import FAMILIES, check_decoder_settings
+from mtjax.config.families import check_decoder_settings, family_of
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
@@ -183,7 +183,7 @@ def check_family(model: Model) -> None:
     Raises:
       UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
-    family = FAMILIES[model.family]
+    family = family_of(model.family)
     for name, choices in family.choices.items():
         value = getattr(model, name)
         if value not in choices:
@@ -250,7 +250,7 @@ def check_recompute(model: Model, training: Training) -> None:
     stacks = {"num_layers": layers}
     if dense := model.first_dense_layers:
         stacks = {"first_dense_layers": dense, "num_layers - first_dense_layers": layers - dense}
-    if "num_decoder_layers" in FAMILIES[model.family].own:
+    if "num_decoder_layers" in family_of(model.family).own:
         stacks["num_decoder_layers"] = decoder_layers(model)
     for name, count in stacks.items():
         if training.recompute_method == "uniform" and count % number:

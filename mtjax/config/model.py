@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mtjax.config.families import FAMILIES
 from mtjax.config.field_metadata import (
     HEADS,
     INNER_WIDTH,
@@ -22,6 +21,7 @@ from mtjax.config.field_metadata import (
     share,
     when,
 )
+from mtjax.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     FamilyName = str

@@ -11,9 +11,9 @@ import numpy as np
 from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
 from mtjax.config.storage import Storage
-from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
-from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.finite import are_equal
+from mtjax.convert.model_types.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
+from mtjax.convert.model_types.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter

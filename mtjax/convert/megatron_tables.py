@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
-from mtjax.convert.families.hybrid_rows import mamba_rows, own_stacks
-from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.megatron_delta import delta_rows, gated_attention_rows
 from mtjax.convert.megatron_hybrid import letters_in
+from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
+from mtjax.families.hybrid.hugging_face.hybrid_rows import mamba_rows, own_stacks
 from mtjax.layout.stacks import DENSE
 
 LAYERS = "stack.layers"

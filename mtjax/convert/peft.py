@@ -13,8 +13,8 @@ from mtjax.config.adapters import PARTS, adapts
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import dense_layers
 from mtjax.config.ssm import has_state_space, letters_of
-from mtjax.convert.families.family import Family
-from mtjax.convert.families.registry import family_of_model
+from mtjax.convert.model_types.family import Family
+from mtjax.convert.model_types.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.peft_config import PREFIX, TENSORS

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from mtjax.config import Model, replace
-from mtjax.config.families.family import RETRO as RETRO_SETTINGS
+from mtjax.config.families import RETRO as RETRO_SETTINGS
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Source
 from mtjax.errors import UserError

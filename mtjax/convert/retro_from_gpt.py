@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mtjax.config import Config, Model, from_dict, replace, validate
-from mtjax.config.families.family import RETRO as RETRO_SETTINGS
+from mtjax.config.families import RETRO as RETRO_SETTINGS
 from mtjax.config.retro import is_added
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.retro_decoder import of_decoder

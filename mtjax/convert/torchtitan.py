@@ -9,7 +9,7 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import head_dim
-from mtjax.convert.families.decoder_rows import Names, decoder_rows
+from mtjax.convert.model_types.decoder_rows import Names, decoder_rows
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, config_of

@@ -23,7 +23,7 @@ from mtjax.errors import UserError
 from mtjax.evaluate.options import NONE, SHUFFLED, Options
 from mtjax.evaluate.run import check_files, parallel_of, print_header, shown, write_facts
 from mtjax.evaluate.tasks.task import Results, perplexity_of
-from mtjax.models.families.retro import NEIGHBOURS
+from mtjax.families.retro.model import NEIGHBOURS
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache

@@ -13,7 +13,7 @@ from mtjax.config.sizes import named
 from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores
-from mtjax.models.families.gpt import GPT
+from mtjax.families.gpt.model import GPT
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.layer_context import PADDING_MASK
 from mtjax.models.sharded_model import ShardedModel, Tree

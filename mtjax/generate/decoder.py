@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from mtjax.config.sizes import longest_text, named, padded_vocab_size
 from mtjax.config.storage import PLAIN, Storage, check_storage
 from mtjax.errors import UserError
+from mtjax.families.t5.model import T5
 from mtjax.generate.caches import Cache, cache_length, empty_cache
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -41,7 +42,6 @@ from mtjax.generate.sampling import (
 )
 from mtjax.generate.weight_format import WeightFormat
 from mtjax.layout.mesh import check_generation_mesh
-from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules

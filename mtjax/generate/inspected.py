@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.contract import Contract, Symbols, requirements
 from mtjax.analysis.decoding import decoding_contract, decoding_symbols
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, Parallel
 from mtjax.config.sizes import longest_text
 from mtjax.config.storage import PLAIN, Storage

@@ -21,13 +21,13 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
+from mtjax.families.retro.model import NEIGHBOURS as ARRAY
+from mtjax.families.retro.model import Retro
 from mtjax.generate.completion import Completion
 from mtjax.generate.engine import sampling_batch, to_tokens
 from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
-from mtjax.models.families.retro import NEIGHBOURS as ARRAY
-from mtjax.models.families.retro import Retro
 from mtjax.models.trunk import run_sections
 from mtjax.retrieval.retriever import Retriever, Source
 from mtjax.sharding.axes import spec, use_rules

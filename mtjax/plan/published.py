@@ -6,8 +6,7 @@ points, and documented here.
 
 from dataclasses import dataclass, replace
 
-from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.anatomy import Anatomy, gpt
 from mtjax.analysis.flops import hardware_flops, model_flops
 from mtjax.analysis.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
 from mtjax.analysis.machine import Constants

@@ -14,9 +14,9 @@ from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multipl
 from mtjax.data.cache import digest
 from mtjax.data.tokens.identity import content_digest
 from mtjax.errors import UserError
+from mtjax.families.bert.model import Encoder as BERTEncoder
 from mtjax.finetune.samples import Encoder
 from mtjax.layout.mesh import parse_mesh
-from mtjax.models.families.bert import Encoder as BERTEncoder
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree

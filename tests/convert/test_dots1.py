@@ -6,10 +6,10 @@ import pytest
 
 from mtjax import config
 from mtjax.config.model_identity import differences
-from mtjax.convert.families.experts import DOTS1
-from mtjax.convert.families.registry import family_of_model
+from mtjax.convert.model_types.registry import family_of_model
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
+from mtjax.families.gpt.hugging_face.experts import DOTS1
 
 PUBLISHED: dict[str, Any] = {
     "model_type": "dots1",

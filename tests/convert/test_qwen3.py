@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from mtjax.convert.families.experts import QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
+from mtjax.families.gpt.hugging_face.experts import QWEN2_MOE, QWEN3_MOE
 
 CONFIG = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "vocab_size": 128}
 

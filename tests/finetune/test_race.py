@@ -9,13 +9,13 @@ import pytest
 from mtjax.commands.finetune import main
 from mtjax.commands.predict import main as predict
 from mtjax.config import Config, replace
-from mtjax.convert.families.registry import family_of_model
+from mtjax.convert.model_types.registry import family_of_model
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
 from mtjax.finetune.samples import Encoder, Epochs
 from mtjax.finetune.tasks.race import RACE, filled
-from mtjax.models.families.finetuned import choice_losses
+from mtjax.models.finetuned import choice_losses
 from mtjax.models.heads import class_losses
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.config.storage import check_snapshots
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
 from mtjax.layout.attention_kernel import choose_kernel

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
-from mtjax.models.families.t5 import table_std
+from mtjax.families.t5.model import table_std
 from mtjax.sharding.axes import use_rules
 from tests.same_numbers import assert_same
 from tests.tiny import batch_of, initial_state, program_of, run_steps

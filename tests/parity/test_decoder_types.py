@@ -11,9 +11,9 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.config.model_identity import effective_settings
-from mtjax.convert.families.missing import MISSING
-from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSource
+from mtjax.convert.model_types.missing import MISSING
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.saved_model import SavedModel
 from mtjax.convert.stream import Source
 from mtjax.errors import UserError
@@ -87,7 +87,7 @@ OF_4 = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "ro
 
 def model_of(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
     """Our settings of a config.json."""
-    settings = FAMILIES[model_type].model_settings(config, frozenset(), "")
+    settings = MODEL_TYPES[model_type].model_settings(config, frozenset(), "")
     return effective_settings(replace(Config(), **settings).model)
 
 
@@ -151,7 +151,7 @@ def rms(array: np.ndarray) -> float:
 
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
 def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_type: str) -> None:
-    family = FAMILIES[model_type]
+    family = MODEL_TYPES[model_type]
     needed = (
         {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
         if model_type in ("dots1", "deepseek_v2")
@@ -186,8 +186,8 @@ def test_every_type_of_transformers_is_read_or_has_a_reason() -> None:
     kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     types = {name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
     assert len(types) > 200
-    assert types - {*FAMILIES, *MISSING} == set()
-    assert {*FAMILIES} & {*MISSING} == set()
+    assert types - {*MODEL_TYPES, *MISSING} == set()
+    assert {*MODEL_TYPES} & {*MISSING} == set()
 
 
 HARMLESS = {

@@ -17,17 +17,17 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.float8 import float8_state_bytes
 from mtjax.config import replace, to_dict
 from mtjax.config.checks import validate
 from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
+from mtjax.families.gpt.distilled import HARD, SOFT
 from mtjax.layout.float8 import float8_note, float8_problems
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
-from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.past import Past

@@ -12,13 +12,13 @@ from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.neighbours.header import Settings
 from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.samples.blend import BlendedDataset
-from mtjax.data.samples.gpt import GPTDataset
 from mtjax.data.samples.order import Concatenated, SampleOrder, Shifted, TrainingText
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.samples.split import Split
 from mtjax.data.split_opener import SplitOpener
 from mtjax.data.tokens.identity import content_digest
 from mtjax.errors import UserError
+from mtjax.families.gpt.samples import GPTDataset
 
 
 @dataclass(frozen=True)

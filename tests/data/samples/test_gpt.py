@@ -9,8 +9,8 @@ from mtjax.data.cache import Cache
 from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.corpus.verify import verify
 from mtjax.data.corpus.writer import IndexedWriter
-from mtjax.data.samples.gpt import GPTDataset, GPTOptions, gpt_sample
 from mtjax.errors import UserError
+from mtjax.families.gpt.samples import GPTDataset, GPTOptions, gpt_sample
 from tests.data.corpora import write_indexed
 
 EOD = 0

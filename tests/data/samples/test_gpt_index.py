@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtjax.data.samples.gpt_index import document_index, plan_epochs, sample_index, shuffle_index
+from mtjax.families.gpt.sample_index import document_index, plan_epochs, sample_index, shuffle_index
 
 SIZES = np.array([5, 3, 7, 2, 9], np.int32)
 
@@ -108,7 +108,7 @@ def test_pieces_change_nothing(monkeypatch, tmp_path):
     documents = np.random.RandomState(1).permutation(1000).astype(np.int32)
     samples = int(lengths.sum() - 1) // 7
     whole = sample_index(lengths, documents, 7, samples)
-    monkeypatch.setattr("mtjax.data.samples.gpt_index.CHUNK", 13)
+    monkeypatch.setattr("mtjax.families.gpt.sample_index.CHUNK", 13)
     assert np.array_equal(sample_index(lengths, documents, 7, samples, tmp_path / "x.npy"), whole)
     assert np.array_equal(np.load(tmp_path / "x.npy"), whole)
 
