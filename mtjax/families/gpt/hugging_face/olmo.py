@@ -2,10 +2,10 @@
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import LIKE_LLAMA, NO_BIASES, ROPE, ROTARY, SIZES, SWIGLU, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -31,7 +31,7 @@ OLMO = decoder(
     classifies=False,
 )
 
-ON_OUTPUTS = Names(
+ON_OUTPUTS = ModuleNames(
     attention_norm="",
     attention_output_norm="post_attention_layernorm",
     mlp_norm="",
@@ -86,7 +86,7 @@ def _write_pattern(model: Model) -> Json:
 
 
 WINDOW_PART = windows(_has_window, PATTERN, write=_write_pattern)
-ROTATED = Part((), _read_rotated, lambda model: {}, {"rope_layers": (PATTERN, "sliding_window", "layer_types")})
+ROTATED = ConfigKeys((), _read_rotated, lambda model: {}, {"rope_layers": (PATTERN, "sliding_window", "layer_types")})
 EXAONE4 = decoder(
     "exaone4",
     "Exaone4",

@@ -9,10 +9,10 @@ from mtjax.config.layer_pattern import shortened_pattern
 from mtjax.config.sizes import mlp_size
 from mtjax.config.ssm import letters_of, ssm_heads
 from mtjax.convert.model_types.decoder import ROPE, SWIGLU, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import Names
-from mtjax.convert.model_types.family import Family, Json
+from mtjax.convert.model_types.decoder_rows import ModuleNames
+from mtjax.convert.model_types.family import Json, ModelType
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     all_named,
     always,
@@ -54,13 +54,13 @@ def _floor(values: Json) -> Settings:
     return {"ssm_rate_floor": float(low)}
 
 
-FLOOR = Part(
+FLOOR = ConfigKeys(
     ("time_step_min",),
     lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
     lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
     {"ssm_rate_floor": "time_step_min"},
 )
-LIMIT = Part(
+LIMIT = ConfigKeys(
     ("time_step_limit",),
     _floor,
     lambda model: {"time_step_limit": [model.ssm_rate_floor, math.inf]},
@@ -68,7 +68,7 @@ LIMIT = Part(
 )
 
 
-def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
+def _state_space(heads: str, width: str, expand: str, **keys: str) -> ConfigKeys:
     """Returns the part of the sizes of Mamba-2 layers; `expand` is the key of their width over the hidden size."""
     others = fields(**keys)
 
@@ -82,18 +82,18 @@ def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
 
     def write(model: Model) -> Json:
         count, each = ssm_heads(model), model.ssm_head_dim
-        # Rounded, so that a model with another ratio fails the round trip in `Family.misfits`.
+        # Rounded, so that a model with another ratio fails the round trip in `ModelType.misfits`.
         ratio = max(1, count * each // model.hidden_size)
         return {heads: count, width: each, expand: ratio, **others.write(model)}
 
     named = {"ssm_heads": heads, "ssm_head_dim": width, **others.named}
-    return Part((heads, width, expand, *others.keys), read, write, named)
+    return ConfigKeys((heads, width, expand, *others.keys), read, write, named)
 
 
-def rms_norm(key: str) -> Part:
+def rms_norm(key: str) -> ConfigKeys:
     """Returns the part of a hybrid model's norms, with the key of their epsilon."""
     defaults = {"family": "hybrid", "norm": "rmsnorm", "hidden_dropout": 0.0}
-    return Part(
+    return ConfigKeys(
         (key,),
         lambda values: {**defaults, "norm_epsilon": values[key]},
         lambda model: {key: model.norm_epsilon},
@@ -125,7 +125,7 @@ MAMBA2 = decoder(
     size_fields(num_layers="", num_heads="", num_kv_heads="", mlp_size="", sequence_length="", attention_dropout=""),
     rms_norm("layer_norm_epsilon"),
     always(position="none", bias=False, sequence_length=4096),
-    Part(
+    ConfigKeys(
         ("num_hidden_layers",),
         lambda values: {"layer_pattern": shortened_pattern("M" * values["num_hidden_layers"])},
         lambda model: {"num_hidden_layers": model.num_layers},
@@ -136,7 +136,7 @@ MAMBA2 = decoder(
     LIMIT,
     INITIAL,
     unused("residual_in_fp32"),
-    names=Names(prefix="backbone.", embedding="embeddings", final_norm="norm_f", attention_norm="norm"),
+    names=ModuleNames(prefix="backbone.", embedding="embeddings", final_norm="norm_f", attention_norm="norm"),
     rows=hybrid_rows("mixer"),
     only={
         "use_bias": (False,),
@@ -153,7 +153,7 @@ def _pairs(mixers: str, feed_forward: str) -> str:
     return shortened_pattern("".join(mixer + feed_forward for mixer in mixers))
 
 
-def halved(family: Family) -> Family:
+def halved(family: ModelType) -> ModelType:
     """Returns a type whose layers are two of mtjax's."""
     return replace(family, table=replace(family.table, sublayers=2))
 
@@ -201,10 +201,10 @@ BAMBA = halved(
         SWIGLU,
         rope(fraction="partial_rotary_factor"),
         biases("attention_bias", "mlp_bias"),
-        Part(("num_hidden_layers", "attn_layer_indices"), _read_bamba, _write_bamba),
+        ConfigKeys(("num_hidden_layers", "attn_layer_indices"), _read_bamba, _write_bamba),
         *_MAMBA,
         unused("num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
-        names=Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
+        names=ModuleNames(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
         rows=hybrid_rows("mamba"),
         only=_PAIRED,
         classifies=False,
@@ -246,7 +246,7 @@ _GRANITE_KEYS = (
 _SHARED = dict.fromkeys(("mlp_size", "shared_expert_size"), "shared_intermediate_size")
 
 
-def _granite_rows(names: Names) -> tuple[Row, ...]:
+def _granite_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of experts and of the MLP beside them, which is the only one without experts."""
     return (*GRANITE_NAMES.mixture_rows(names), *shared_rows(names))
 
@@ -262,7 +262,7 @@ GRANITEMOEHYBRID = halved(
         size_fields(num_layers="", mlp_size=""),
         rms_norm("rms_norm_eps"),
         SWIGLU,
-        Part(
+        ConfigKeys(
             ("position_embedding_type", *ROPE.keys),
             _read_position,
             lambda model: {
@@ -273,9 +273,9 @@ GRANITEMOEHYBRID = halved(
         ),
         biases("attention_bias"),
         *MULTIPLIERS,
-        Part(_GRANITE_KEYS, _read_granite, _write_granite, {**all_named((TOP_K, SAME_SIZE)), **_SHARED}),
+        ConfigKeys(_GRANITE_KEYS, _read_granite, _write_granite, {**all_named((TOP_K, SAME_SIZE)), **_SHARED}),
         *_MAMBA,
-        names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
+        names=ModuleNames(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
         rows=hybrid_rows("mamba", _granite_rows),
         only={**_PAIRED, "position_embedding_type": (None, "nope", "rope"), "normalization_function": ("rmsnorm",)},
         classifies=False,

@@ -6,12 +6,12 @@ from mtjax.config import Model
 from mtjax.config.layer_pattern import expanded, shortened_pattern
 from mtjax.config.ssm import letters_of
 from mtjax.convert.model_types.decoder import HEAD_DIM, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, all_named, always, biases, fields, unused
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, all_named, always, biases, fields, unused
 from mtjax.convert.model_types.rows import linear
 from mtjax.convert.table import Row, Tensor, dims
-from mtjax.families.gpt.hugging_face.experts import NORMALIZED, Experts, groups
+from mtjax.families.gpt.hugging_face.experts import NORMALIZED, ExpertNames, groups
 from mtjax.families.hybrid.hugging_face.hybrid import (
     ATTENTION,
     FLOOR,
@@ -67,7 +67,7 @@ def _write_experts(model: Model) -> Json:
     return {key: value for part in _EXPERTS for key, value in part.write(model).items()} if model.num_experts else {}
 
 
-NEMOTRON_MLP = Names(
+NEMOTRON_MLP = ModuleNames(
     prefix="backbone.",
     embedding="embeddings",
     final_norm="norm_f",
@@ -78,12 +78,12 @@ NEMOTRON_MLP = Names(
 )
 
 
-def _nemotron_experts(names: Names) -> tuple[Row, ...]:
+def _nemotron_experts(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of experts without a gate."""
     ours, theirs = f"{LAYERS}.experts", f"{names.block}mixer"
     up = Tensor(f"{theirs}.experts.{{expert}}.up_proj.weight", dims("mlp embed"), each=True)
     return (
-        *Experts("mixer").mixture_rows(names),  # of these, the rows with a gate fit none of its parameters
+        *ExpertNames("mixer").mixture_rows(names),  # of these, the rows with a gate fit none of its parameters
         Row(f"{ours}.up.weight", (up,)),
         *linear(f"{ours}.shared.up", f"{theirs}.shared_experts.up_proj", "embed", "mlp"),
     )
@@ -103,8 +103,8 @@ NEMOTRON_H = decoder(
     always(position="none"),
     activation("mlp_hidden_act", gate=False),
     biases("attention_bias", "mlp_bias"),
-    Part(PATTERN_KEYS, _read_pattern, _write_pattern, _PATTERN_NAMES),
-    Part(_EXPERT_KEYS, _read_experts, _write_experts, all_named(_EXPERTS)),
+    ConfigKeys(PATTERN_KEYS, _read_pattern, _write_pattern, _PATTERN_NAMES),
+    ConfigKeys(_EXPERT_KEYS, _read_experts, _write_experts, all_named(_EXPERTS)),
     fields(
         ssm_heads="mamba_num_heads",
         ssm_head_dim="mamba_head_dim",
