@@ -86,7 +86,7 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any, floa
 
 def _measured(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import mtjax.data.commands.preprocess
-    import mtjax.data.samples.gpt_index  # noqa: F401
+    import mtjax.families.gpt.sample_index  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -261,7 +261,7 @@ def _corpus(samples: int) -> np.ndarray:
 
 def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
     """Builds all three indices, the sample index with `build`; returns wall-clock and CPU seconds."""
-    from mtjax.data.samples.gpt_index import document_index, plan_epochs, shuffle_index
+    from mtjax.families.gpt.sample_index import document_index, plan_epochs, shuffle_index
 
     lengths = _corpus(samples)
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), 1024, samples)
@@ -277,7 +277,7 @@ def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
 
 
 def _our_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> None:
-    from mtjax.data.samples.gpt_index import sample_index
+    from mtjax.families.gpt.sample_index import sample_index
 
     with tempfile.TemporaryDirectory() as folder:
         sample_index(lengths, documents, 1024, samples, Path(folder) / "samples.npy")

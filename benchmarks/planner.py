@@ -21,7 +21,7 @@ from typing import Any
 import tyro
 
 from mtjax import config
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config import Config

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config as configs
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.analysis.hardware import by_device_kind
 from mtjax.config import Config

@@ -22,12 +22,12 @@ import tyro
 from mtjax import __version__, config
 from mtjax.config.checks import check_bounds
 from mtjax.config.common import COMMON
-from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
+from mtjax.families.registry import FAMILIES
 from mtjax.help import HELP, HELP_ALL, ConfigDefaults, dataclass_of, names_of, options_of, show_help, with_values
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from mtjax import config
 from mtjax.config import Config, sizes
-from mtjax.config.families import FAMILIES
-from mtjax.config.families.family import Family
+from mtjax.config.families import family_of
 from mtjax.config.field_metadata import setting_of
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, nearest
+from mtjax.families.registry import FAMILIES
+from tests.families.dummy import ROW
 
 BOUNDED = [
     (section, field)
@@ -271,23 +272,18 @@ def test_every_family_can_be_left_for_every_other() -> None:
     names = get_args(get_type_hints(config.Model)["family"])
     assert set(FAMILIES) == set(names)
     defaults = {field.name: field.default for field in dataclasses.fields(config.Model)}
-    brought = {name for family in FAMILIES.values() for name in family.defaults}
-    assert {n: defaults[n] for n in brought} == {n: FAMILIES["gpt"].defaults.get(n, defaults[n]) for n in brought}
+    brought = {name for family in FAMILIES for name in family_of(family).defaults}
+    assert {n: defaults[n] for n in brought} == {n: family_of("gpt").defaults.get(n, defaults[n]) for n in brought}
 
 
-def test_a_new_family_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(model: config.Model) -> None:
-        if model.num_layers > 2:
-            raise UserError("a dummy has at most 2 layers")
-
-    dummy = Family("decoder", {"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
-    monkeypatch.setitem(FAMILIES, "dummy", dummy)
+def test_a_new_family_is_one_row_and_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "dummy", ROW)
     chosen = config.replace(Config(), family="dummy", num_layers=2)
     assert chosen.model.norm == "rmsnorm"
     config.validate(chosen)
     for settings, message in (
         ({"position": "rope"}, "the family dummy supports learned only"),
-        ({"num_layers": 3}, "2 layers"),
+        ({"num_layers": 5}, "4 layers"),
     ):
         with pytest.raises(UserError, match=message):
             config.validate(config.replace(chosen, **settings))
@@ -417,7 +413,7 @@ def another_value(name: str, value: Any) -> Any:
 def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: dataclasses.Field[Any]) -> None:
     """What `--resume` and `--init-from` compare: a setting that is new is among them by itself."""
     needs = {name: values[0] for name, values in setting_of(field).shapes or ()}
-    family = next((name for name, family in FAMILIES.items() if field.name in family.own), None)
+    family = next((name for name in FAMILIES if field.name in family_of(name).own), None)
     family = family or PLACES[needs.get("position", "learned")]
     ours = config.replace(Config(), vocab_size=100, **({"family": family} | needs)).model
     theirs = dataclasses.replace(ours, **{field.name: another_value(field.name, getattr(ours, field.name))})

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.families.bert.model import BERT
+from mtjax.families.gpt.model import GPT
+from mtjax.families.retro.model import Retro
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
-from mtjax.models.families.bert import BERT
-from mtjax.models.families.gpt import GPT
-from mtjax.models.families.retro import Retro
 from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.gradients import Accumulate, distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
@@ -184,7 +184,7 @@ def batch_of(program: TrainStep, step: int) -> dict[str, jax.Array]:
 
 def initial_state(program: TrainStep) -> State:
     """Seed 0's, on the program's mesh. The first program of a model makes it; the others are spared compiling that, for
-    initial parameters do not depend on the mesh (see `tests/models/test_gpt.py`)."""
+    initial parameters do not depend on the mesh (see `tests/families/gpt/test_model.py`)."""
     like = program.abstract_state
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like))
     model = replace(program.config, hidden_dropout=0.0, attention_dropout=0.0).model

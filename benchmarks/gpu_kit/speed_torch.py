@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpu_kit.child import Child, next_tokens
 from gpu_kit.clock import seconds_of
 from gpu_kit.shapes import SHAPES, config_of
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
@@ -85,6 +85,7 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(rows, width)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.positions = None if self.is_llama else nn.Embedding(model.sequence_length, width)
+        self.dropout = nn.Dropout(model.hidden_dropout)
         block = LlamaBlock if self.is_llama else GPTBlock
         self.blocks = nn.ModuleList(block(config) for _ in range(model.num_layers))
         self.norm = nn.RMSNorm(width, eps=1e-5) if self.is_llama else nn.LayerNorm(width)
@@ -96,7 +97,7 @@ class Decoder(nn.Module):
         """Computes the mean loss of tokens [batch, sequence]."""
         hidden = self.tokens(tokens)
         if self.positions is not None:
-            hidden = hidden + self.positions.weight[: tokens.shape[1]]
+            hidden = self.dropout(hidden + self.positions.weight[: tokens.shape[1]])
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.output(self.norm(hidden))
@@ -112,15 +113,16 @@ class GPTBlock(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.of_scores, self.dropout = config.model.attention_dropout, nn.Dropout(config.model.hidden_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states after the layer, [batch, sequence, width]."""
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(self.norm_1(hidden)).chunk(3, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.norm_2(hidden)), approximate="tanh"))
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.of_scores, is_causal=True)
+        hidden = hidden + self.dropout(self.output(mixed.transpose(1, 2).flatten(2)))
+        return hidden + self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)), approximate="tanh")))
 
 
 class LlamaBlock(nn.Module):

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import layer_parallel
+from mtjax.families.registry import FAMILIES, load_part
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
 
@@ -86,8 +87,8 @@ class Predictors(Stack):
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """Components of a model. `mtjax.analysis.families.registry.anatomy_of` builds one for each model, which is
-    compared, and used as a key of caches, by identity."""
+    """Components of a model. `anatomy_of` builds one for each model, which is compared, and used as a key of caches, by
+    identity."""
 
     model: Model
     embed: tuple[Part, ...]
@@ -170,3 +171,28 @@ class Anatomy:
     def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
         """Returns the components of a layer of every stack."""
         return ((stack, part) for stack in self.stacks for part in stack.parts)
+
+
+@cache
+def anatomy_of(model: Model) -> Anatomy:
+    """Returns the components of a model, by its family.
+
+    Raises:
+      UserError: the vocabulary's size is not known yet.
+    """
+    return load_part(FAMILIES[model.family].costs)(model)
+
+
+def gpt(layers: int, hidden: int, heads: int, sequence: int, vocab: int, *, tied_embeddings: bool = True) -> Anatomy:
+    """Returns a GPT-2 of these sizes, as tables of published runs give them; `vocab` is the padded size."""
+    return anatomy_of(
+        Model(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            sequence_length=sequence,
+            vocab_size=vocab,
+            vocab_multiple=1,
+            tie_embeddings=tied_embeddings,
+        )
+    )

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import Anatomy, Predictors, Stack, anatomy_of
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Part, Product, unrepeated

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.counts import on_device, stage_weights, zero_degree
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import computed_over, forward_flops, logit_flops
 from mtjax.analysis.parts.heads import teacher_table
 from mtjax.analysis.parts.part import Weight
@@ -20,7 +19,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.plan import Plan
 
 
-class Teacher(NamedTuple):
+class TeacherCost(NamedTuple):
     """The teacher of a plan."""
 
     anatomy: Anatomy
@@ -28,11 +27,11 @@ class Teacher(NamedTuple):
     """The teacher's plan, of forward passes only."""
 
 
-def teacher_of(plan: Plan) -> Teacher | None:
+def teacher_of(plan: Plan) -> TeacherCost | None:
     """Returns the teacher of a plan; None without one, or where its model is not known."""
     if plan.teacher is None:
         return None
-    return Teacher(anatomy_of(plan.teacher), plan.forward_only)
+    return TeacherCost(anatomy_of(plan.teacher), plan.forward_only)
 
 
 def weight_bytes(plan: Plan) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtjax.config.attention import check_attention
 from mtjax.config.experts import check_experts
-from mtjax.config.families import FAMILIES, check_decoder_settings
+from mtjax.config.families import check_decoder_settings, family_of
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
@@ -15,7 +15,6 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
-from mtjax.config.retro import check_retro_run
 from mtjax.config.run import Config
 from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import (
@@ -28,7 +27,7 @@ from mtjax.config.sizes import (
     nearest_divisors,
     num_kv_heads,
 )
-from mtjax.config.ssm import check_hybrid_run, has_attention
+from mtjax.config.ssm import has_attention
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
 from mtjax.storage import shown, url_of
@@ -50,7 +49,7 @@ def validate(config: Config) -> None:
     check_attention(config.model)
     check_experts(config)
     check_prediction(config)
-    check_hybrid_run(config)
+    family_of(config.model.family).check_run(config)
     if config.model.mlp_gate_scale != 1 and config.model.activation not in GATED:
         raise UserError(
             f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
@@ -61,7 +60,6 @@ def validate(config: Config) -> None:
             f"layer_pattern {config.model.layer_pattern!r} has shared blocks, whose MLP has a gate, and activation "
             f"{config.model.activation} has none: use one of {', '.join(GATED)}"
         )
-    check_retro_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)
@@ -183,7 +181,7 @@ def check_family(model: Model) -> None:
     Raises:
       UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
-    family = FAMILIES[model.family]
+    family = family_of(model.family)
     for name, choices in family.choices.items():
         value = getattr(model, name)
         if value not in choices:
@@ -250,7 +248,7 @@ def check_recompute(model: Model, training: Training) -> None:
     stacks = {"num_layers": layers}
     if dense := model.first_dense_layers:
         stacks = {"first_dense_layers": dense, "num_layers - first_dense_layers": layers - dense}
-    if "num_decoder_layers" in FAMILIES[model.family].own:
+    if "num_decoder_layers" in family_of(model.family).own:
         stacks["num_decoder_layers"] = decoder_layers(model)
     for name, count in stacks.items():
         if training.recompute_method == "uniform" and count % number:

@@ -1,12 +1,12 @@
 """Checks of the settings of experts."""
 
 from mtjax.config.adapters import adapts
-from mtjax.config.families import FAMILIES
-from mtjax.config.families.family import EXPERTS
+from mtjax.config.families import EXPERTS, family_of
 from mtjax.config.model import Model
 from mtjax.config.run import Config
 from mtjax.config.sizes import nearest_divisors
 from mtjax.errors import UserError, listed
+from mtjax.families.registry import FAMILIES
 
 
 def check_experts(config: Config) -> None:
@@ -33,8 +33,8 @@ def check_experts(config: Config) -> None:
                     f"{name} is {getattr(model, name)}, and num_experts is 0: set num_experts, or remove {name}"
                 )
         return
-    if "num_experts" not in FAMILIES[model.family].own:
-        known = listed([name for name, family in FAMILIES.items() if "num_experts" in family.own])
+    if "num_experts" not in family_of(model.family).own:
+        known = listed([name for name in FAMILIES if "num_experts" in family_of(name).own])
         raise UserError(
             f"num_experts only works with the families {known}, and family is {model.family}: remove num_experts"
         )

@@ -1,6 +1,6 @@
 """Checks of the settings of multi-head latent attention."""
 
-from mtjax.config.families.family import LATENT
+from mtjax.config.families import LATENT
 from mtjax.config.model import Model
 from mtjax.config.sizes import attention_bias
 from mtjax.errors import UserError

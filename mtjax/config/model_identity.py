@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from mtjax.config import sizes
-from mtjax.config.families import FAMILIES, settings_of_others
+from mtjax.config.families import family_of, settings_of_others
 from mtjax.config.field_metadata import setting_of
 from mtjax.config.model import Model
 from mtjax.config.ssm import letters_of, ssm_groups, ssm_heads, without_effect
@@ -17,7 +17,7 @@ def effective_settings(model: Model) -> dict[str, Any]:
     or belong to other families.
     """
     values = vars(model) | {
-        "family": FAMILIES[model.family].network or model.family,
+        "family": family_of(model.family).network or model.family,
         "mlp_size": sizes.mlp_size(model),
         "expert_size": sizes.expert_size(model),
         "embedding_size": sizes.embedding_width(model),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from mtjax.config.data import Data
-from mtjax.config.families import FAMILIES
+from mtjax.config.families import family_of
 from mtjax.config.finetuning import Finetuning
 from mtjax.config.layer_pattern import num_pattern_layers
 from mtjax.config.model import Model
@@ -40,7 +40,7 @@ def replace(config: Config, **values: Any) -> Config:
     """
     sections = section_by_setting()
     if values.get("family", config.model.family) != config.model.family:
-        values = {**FAMILIES[values["family"]].defaults, **values}
+        values = {**family_of(values["family"]).defaults, **values}
     if layers := num_pattern_layers(values.get("layer_pattern", "")):
         values = {"num_layers": layers, **values}
     changed: dict[str, Any] = {}

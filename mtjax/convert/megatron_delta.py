@@ -5,9 +5,9 @@ from functools import partial
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.config.ssm import ssm_groups, ssm_heads
-from mtjax.convert.families.hybrid_rows import GROUPS, INNER, stacked
-from mtjax.convert.families.rows import row
+from mtjax.convert.model_types.rows import row
 from mtjax.convert.table import Dims, Row, Slots, Tensor, dims
+from mtjax.families.hybrid.hugging_face.hybrid_rows import GROUPS, INNER, stacked
 
 
 def delta_rows(model: Model, name: str, *, is_split: bool) -> tuple[Row, ...]:

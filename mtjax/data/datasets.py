@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from mtjax.config import Config
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.family import samples_of
 from mtjax.data.samples.order import NeighbourFile, SampleOrder, TrainingText, shifted
-from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.samples.split import Split
 from mtjax.data.split_opener import SplitOpener
@@ -118,7 +118,7 @@ def _open(opener: SplitOpener, num_samples: int, earlier: Sequence[int] = ()) ->
 
 def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
     """Returns the number of ids in a family's samples, with those it adds to the tokenizer's: T5 may add sentinels."""
-    return FAMILIES[config.model.family].vocabulary_size(tokenizer)
+    return samples_of(config.model.family).vocabulary_size(tokenizer)
 
 
 def _unweighted(opener: SplitOpener, num_samples: int) -> BlendedDataset:

@@ -7,9 +7,8 @@ from mtjax.data.cache import digest
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.source import Source, parse_sources
 from mtjax.data.run_text import RunText
-from mtjax.data.samples.family import FamilySamples, Share
+from mtjax.data.samples.family import FamilySamples, Share, samples_of
 from mtjax.data.samples.order import TrainingText
-from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.samples.sample import Bounds, Dataset
 from mtjax.data.samples.split import Split, split_bounds
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -31,7 +30,7 @@ class SplitOpener:
         self.text = RunText(config.data, tokenizer)
         self.sources, self.shares = _sources_of(self.text.data, split)
         self._config = config
-        self._family: FamilySamples = FAMILIES[config.model.family]
+        self._family: FamilySamples = samples_of(config.model.family)
 
     def open(self, source: Source, num_samples: int | None, earlier: Sequence[int] = ()) -> Dataset:
         """Opens the samples of one source, at least `num_samples` of them; those of one pass when None."""

@@ -8,8 +8,8 @@ import numpy as np
 from jax import Array
 
 from mtjax.data.samples.sample import Dataset, stack
-from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.final_hidden_states import final_hidden_states
+from mtjax.models.finetuned import GivesOutputs
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from mtjax.config.sizes import longest_text, named, padded_vocab_size
 from mtjax.config.storage import PLAIN, Storage, check_storage
 from mtjax.errors import UserError
+from mtjax.families.t5.model import T5
 from mtjax.generate.caches import Cache, cache_length, empty_cache
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -41,7 +42,6 @@ from mtjax.generate.sampling import (
 )
 from mtjax.generate.weight_format import WeightFormat
 from mtjax.layout.mesh import check_generation_mesh
-from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
@@ -94,7 +94,7 @@ class EncoderInput:
     """Number of tokens without padding."""
 
 
-class Decoder:
+class GenerationPrograms:
     """The prefill and decode programs of a model on a mesh.
 
     A program is compiled when a shape is first used: number of sequences, cache length, chunk length.
@@ -155,7 +155,7 @@ class Decoder:
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "Decoder":
+    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
         """Builds a decoder with abstract weights, whose programs can be lowered.
 
         Raises:
@@ -345,7 +345,7 @@ def _check_model(placed: ShardedModel) -> None:
     """Checks that a model can generate text on its mesh.
 
     Raises:
-      UserError: it can't; see `Decoder`.
+      UserError: it can't; see `GenerationPrograms`.
     """
     if not hasattr(placed.family, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")

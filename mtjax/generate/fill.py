@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 
 from mtjax.errors import UserError
+from mtjax.families.bert.model import BERT
 from mtjax.generate.sampling import SampledTokens, score_tokens
 from mtjax.generate.shapes import doubled
 from mtjax.generate.weights import LoadedModel, special_id
-from mtjax.models.families.bert import BERT
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.vocab import OutputOptions

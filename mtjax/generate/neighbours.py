@@ -16,20 +16,20 @@ import numpy as np
 from jax import Array
 from jax.sharding import reshard
 
-from mtjax.config.retro import neighbour_length, num_chunks
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
+from mtjax.families.retro.config import neighbour_length, num_chunks
+from mtjax.families.retro.model import NEIGHBOURS as ARRAY
+from mtjax.families.retro.model import Retro
 from mtjax.generate.completion import Completion
 from mtjax.generate.engine import sampling_batch, to_tokens
 from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
-from mtjax.models.families.retro import NEIGHBOURS as ARRAY
-from mtjax.models.families.retro import Retro
 from mtjax.models.trunk import run_sections
-from mtjax.retrieval.retriever import Retriever, Source
+from mtjax.retrieval.retriever import NeighbourSource, Retriever
 from mtjax.sharding.axes import spec, use_rules
 
 NEIGHBOURS, PASSAGES, WITHOUT = "neighbours", "passages", "without_documents"
@@ -54,7 +54,7 @@ class Reading:
     neighbours: np.ndarray | None
     without: frozenset[int] = frozenset()
     front: int = 0
-    sources: list[list[Source]] = field(default_factory=list)
+    sources: list[list[NeighbourSource]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from mtjax.config import Config, Parallel
 from mtjax.config.storage import PLAIN, Storage, check_snapshots
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
-from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.pretrained_settings import ids_in, read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
+from mtjax.families.t5.samples import t5_ids
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel

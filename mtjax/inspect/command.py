@@ -43,7 +43,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
       The exit code: 1 if a program violates its contract.
     """
     quiet = options.json == Path("-")
-    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
+    job = InspectJob.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
     config = job.with_vocabulary(given)
     # A missing trace is an error before seconds of compiling.
     trace = find_trace(options.measured) if options.measured is not None else None
@@ -60,7 +60,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
 
 
 @dataclass(frozen=True)
-class Job:
+class InspectJob:
     """Settings of all programs of a command."""
 
     target: Target
@@ -69,10 +69,10 @@ class Job:
     console: Console
     verbose: bool
     with_teacher: WithTeacher
-    kernels: bool = False
+    kernels: bool | None = False
 
     @classmethod
-    def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "Job":
+    def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "InspectJob":
         """Builds the job from the options."""
         links = (_bytes(options.intra_bandwidth), _bytes(options.inter_bandwidth))
         on_other = options.time_on is not None
@@ -86,7 +86,10 @@ class Job:
         contract = load_contract(options.contract) if options.contract else None
         if options.kernels:
             check_kernels(target)
-        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher, options.kernels)
+        # Programs that are compared are timed in the same way, however many kernels they have.
+        reads = False if options.vs or options.sweep or on_other else None
+        kernels = reads if options.kernels is None else options.kernels
+        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher, kernels)
 
     def with_vocabulary(self, run_config: Config) -> Config:
         """Returns the config with GPT-2's vocabulary size where it has none."""

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 
-from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.config import Config, replace
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra

@@ -29,9 +29,9 @@ class Options:
     """Compare with another mesh (8x8), settings (recompute=none) or config: two columns and the difference."""
     sweep: int | None = at_least(1, None, most=2**16)
     """Compile for every (data, model) mesh of this many devices."""
-    kernels: bool = False
+    kernels: bool | None = None
     """Read the machine code of every GPU kernel: instructions, registers, memory accesses, and the source lines of slow
-    kernels (needs the extra aot, takes seconds)."""
+    kernels (needs the extra aot, takes seconds). When not given: of one step with at most 250 kernels."""
     measured: Path | None = None
     """Compare with the measured times of a trace that mtjax train --profile wrote; the trace or the run's folder."""
     json: Path | None = None

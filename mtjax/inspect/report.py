@@ -14,13 +14,15 @@ from mtjax.analysis.contract import PHASES, Contract, Symbols, requirements
 from mtjax.analysis.flops import compiled_flops
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.parts.experts import exchanged_share
-from mtjax.analysis.parts.heads import Output
+from mtjax.analysis.parts.heads import OutputProjection
 from mtjax.config import Config, Model
+from mtjax.errors import UserError
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.float8 import Float8Products, float8_products
 from mtjax.inspect.hlo import Array
+from mtjax.inspect.kernels.audit import why_unread
 from mtjax.inspect.legacy_symbols import letters
 from mtjax.inspect.memory import MemoryReport, argument_arrays, host_violations, memory_report
 from mtjax.inspect.predict import TimeReport, predict
@@ -31,7 +33,7 @@ from mtjax.sharding.param_specs import dotted
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """Collectives that differ only in their position in the program: one row of the table."""
 
     kind: str
@@ -77,7 +79,7 @@ class Report:
     """Symbols of the contract's formulas with their values, and the one-letter symbols of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CollectiveRow, ...]
     verdict: Verdict
     memory: MemoryReport
     flops: Flops
@@ -88,6 +90,8 @@ class Report:
     analysis_seconds: float
     float8: Float8Products | None = None
     """None without matmuls in 8 bits, and for CPUs."""
+    unread: str | None = None
+    """Why the kernels' machine code was not read, where it would be by default."""
 
     @property
     def config(self) -> Config:
@@ -107,7 +111,7 @@ def inspect(
     time_on: Server | None = None,
     teacher: Model | None = None,
     *,
-    kernels: bool = False,
+    kernels: bool | None = False,
 ) -> Report:
     """Compiles the train step of a config and reports on it.
 
@@ -118,15 +122,27 @@ def inspect(
       time_on: servers for which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
       teacher: the model of the config's teacher, whose weights are in memory during the step.
-      kernels: whether to read the machine code of the kernels.
+      kernels: whether to read the machine code of the kernels; None where it can be read and takes no more than some
+        seconds.
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be evaluated.
     """
-    if not kernels:
-        return report(compile_step(config, target), contract, time_on, teacher)
-    with TemporaryDirectory(prefix="mtjax-kernels-") as folder:
-        return report(compile_step(config, target, Path(folder)), contract, time_on, teacher, Path(folder))
+    unread = why_unread(target) if kernels is None and target.server else None
+    reads = unread is None and target.server is not None if kernels is None else kernels
+    if not reads:
+        return report(compile_step(config, target), contract, time_on, teacher, unread=unread)
+    with TemporaryDirectory(prefix="mtjax-kernels-") as name:
+        folder = Path(name)
+        step = compile_step(config, target, folder)
+        if kernels is None and (unread := why_unread(target, folder)):
+            return report(step, contract, time_on, teacher, unread=unread)
+        try:
+            return report(step, contract, time_on, teacher, folder)
+        except UserError as e:
+            if kernels:
+                raise
+            return report(step, contract, time_on, teacher, unread=str(e))
 
 
 def report(
@@ -135,8 +151,10 @@ def report(
     time_on: Server | None = None,
     teacher: Model | None = None,
     dumped: Path | None = None,
+    unread: str | None = None,
 ) -> Report:
-    """Reports on a compiled step; arguments as of `inspect`, and the folder to which XLA wrote its kernels."""
+    """Reports on a compiled step; arguments as of `inspect`, the folder to which XLA wrote its kernels, and the reason
+    why they are not read."""
     start = time.perf_counter()
     server = time_on or step.target.server
     named = symbols_of(step.anatomy, step.plan)
@@ -165,6 +183,7 @@ def report(
         stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
         float8=float8,
+        unread=unread,
     )
 
 
@@ -173,7 +192,7 @@ def formula_flops(step: CompiledStep) -> float:
     return compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size
 
 
-def table(collectives: Sequence[Collective]) -> list[Row]:
+def table(collectives: Sequence[Collective]) -> list[CollectiveRow]:
     """Groups collectives by phase, kind, axes and arrays; in the order of a step."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
@@ -182,10 +201,10 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
     return [_row(groups[key]) for key in sorted(groups, key=lambda k: k[0])]
 
 
-def _row(equal: list[Collective]) -> Row:
+def _row(equal: list[Collective]) -> CollectiveRow:
     """Returns the row of equal collectives."""
     first = equal[0]
-    return Row(
+    return CollectiveRow(
         kind=first.kind,
         axes=first.axes,
         phase=first.phase,
@@ -203,7 +222,7 @@ def _row(equal: list[Collective]) -> Row:
 
 def landmarks(step: CompiledStep) -> Landmarks:
     """Returns the sizes by which unexpected arrays of this step are recognised."""
-    outputs = (part for part in step.anatomy.head if isinstance(part, Output))
+    outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjection))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
     stacks = {r.name: NamedSharding(step.program.mesh, r.compute_spec).shard_shape(r.shape) for r in stacked}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtjax.config import Config, Model
-from mtjax.config.families import FAMILIES, kind_of
+from mtjax.config.families import family_of, kind_of
 from mtjax.config.sizes import (
     nearest_divisors,
     nearest_multiples,
@@ -15,12 +15,13 @@ from mtjax.config.sizes import (
 )
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
+from mtjax.families.registry import FAMILIES
+from mtjax.families.retro.layout import retro_problems
 from mtjax.layout.float8 import float8_problems
 from mtjax.layout.hybrid import inner_widths, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
-from mtjax.layout.retro import retro_problems
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.stages import balanced_layers, order_in_plan
@@ -116,7 +117,7 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
         return
     # Not with both: the attention has a relative bias, and the decoder a cross-attention over the encoder's tokens.
     if kind_of(model) == "encoder-decoder":
-        names = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder")]
+        names = [name for name in FAMILIES if family_of(name).kind in ("decoder", "encoder")]
         yield (
             f"context parallelism (context={degree} in mesh {mesh}) supports the families {listed(names)}, and family "
             f"is {model.family}: remove context from the mesh"

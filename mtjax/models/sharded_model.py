@@ -20,7 +20,7 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
-from mtjax.models.families.registry import LanguageModel, model_class
+from mtjax.models.language_model import LanguageModel, model_class
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules

@@ -1,7 +1,6 @@
 """`--mesh auto`: the fastest mesh of a run on its devices, by the planner's formulas."""
 
-from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.analysis.memory import peak_stage_memory
 from mtjax.analysis.timing import step_time

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from mtjax import config
 from mtjax.analysis import target
-from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.memory import peak_stage_memory
 from mtjax.config import sizes

@@ -5,9 +5,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
 from mtjax.config.ssm import has_state_space
 from mtjax.config.storage import PLAIN, SNAPSHOTS_PER_SEQUENCE, Storage, is_supported

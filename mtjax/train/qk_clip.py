@@ -17,7 +17,7 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.layout.layouts import LARGEST_SCORES
-from mtjax.models.families.registry import LanguageModel
+from mtjax.models.language_model import LanguageModel
 from mtjax.models.largest_scores import (
     observe_given,
     observe_scores,

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from mtjax import config as configs
 from mtjax import data
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, Output
 from mtjax.config.horizon import Horizon
 from mtjax.data import BatchSchedule

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from mtjax import config
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.communication import contract_of, symbols_of
 from mtjax.analysis.counts import parameters, peak_stage_counts, trainable_counts
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh

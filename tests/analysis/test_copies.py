@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from mtjax.analysis import copies as theory
+from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.analysis.copies import copies
-from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.software import MEGATRON_CORE, MTJAX

@@ -6,9 +6,9 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import expert_blocks as analysis
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.copies import Copy
 from mtjax.analysis.expert_blocks import block_copies, expert_blocks
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.timing import step_time
 from mtjax.inspect.compiled import expected_blocks

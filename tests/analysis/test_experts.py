@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from mtjax import config
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.parts.experts import exchanged_share
 from mtjax.analysis.timing import step_time

@@ -7,7 +7,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import counts, flops
-from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 

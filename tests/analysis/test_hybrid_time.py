@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtjax import config
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.copies import copies_in_turn
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.layer_time import layer_seconds
 from mtjax.analysis.machine import Machine

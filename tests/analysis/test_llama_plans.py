@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import counts, flops, memory, traffic
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import SERVERS
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check

@@ -7,7 +7,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import counts, memory
-from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.layout import plan as plans
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import link_time
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.pattern_time import BEFORE_GATHER, exposed_in_pattern

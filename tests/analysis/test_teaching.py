@@ -8,15 +8,15 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import teacher_cost as teaching
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.memory import stage_memory
 from mtjax.convert.saved_model import without_training
 from mtjax.finetune.teacher import TeacherTargets
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.products import count_flops
 from mtjax.layout.plan import Plan
-from mtjax.models.families.distilled import TEACHER, TEACHER_TABLE
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.teacher import TEACHER, TEACHER_TABLE
 from tests.tiny import program_of
 
 SETTINGS = {

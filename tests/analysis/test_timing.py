@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from mtjax import config
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, anatomy_of, gpt
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_PHASES
 from mtjax.analysis.copies import copies_in_step
 from mtjax.analysis.counts import parameters, stage_counts
-from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
 from mtjax.analysis.layer_time import head_seconds, layer_seconds
 from mtjax.analysis.link_time import members_inside

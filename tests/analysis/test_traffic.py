@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mtjax import config
+from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.analysis.counts import rank_parameters
-from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.traffic import bandwidth_demand, ring_factor, sent_by_axis, transfers
 from mtjax.config import Config
 from mtjax.layout.mesh import parse_mesh

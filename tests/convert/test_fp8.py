@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.fp8 import unpacked
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.errors import UserError
 
@@ -83,4 +83,5 @@ def test_other_scales_are_refused(tmp_path, scales):
 )
 def test_other_quantization_is_refused_by_name(kind, packed, said):
     with pytest.raises(UserError, match=f"quantization_config has .*{said}"):
-        FAMILIES[kind].model_settings({"model_type": kind, "quantization_config": packed}, frozenset(), "config.json")
+        config = {"model_type": kind, "quantization_config": packed}
+        MODEL_TYPES[kind].model_settings(config, frozenset(), "config.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtjax import cli
-from mtjax.convert.families.registry import FAMILIES, family_of_config, family_of_model
+from mtjax.convert.model_types.registry import MODEL_TYPES, family_of_config, family_of_model
 from mtjax.convert.saved_model import parse_named
 from mtjax.convert.stream import check_folder, config_of, understood
 from mtjax.errors import UserError
@@ -43,7 +43,7 @@ def test_a_type_made_of_other_models_is_refused_with_their_names() -> None:
 
 def test_another_activation_of_gemma_is_refused() -> None:
     """transformers computes it; only "gelu" stands for the tanh approximation."""
-    family = FAMILIES["gemma"]
+    family = MODEL_TYPES["gemma"]
     assert family.model_settings({"hidden_act": "gelu"}, frozenset(), "")["activation"] == "geglu"
     with pytest.raises(UserError, match="hidden_act is 'silu', but must be 'gelu' or 'gelu_pytorch_tanh' or "):
         family.model_settings({"hidden_act": "silu"}, frozenset(), "config.json")
@@ -51,7 +51,7 @@ def test_another_activation_of_gemma_is_refused() -> None:
 
 def test_a_gpt_neox_has_heads_of_the_width_that_its_sizes_give() -> None:
     """transformers takes another one for the rotation alone."""
-    sizes, family = {"hidden_size": 48, "num_attention_heads": 6}, FAMILIES["gpt_neox"]
+    sizes, family = {"hidden_size": 48, "num_attention_heads": 6}, MODEL_TYPES["gpt_neox"]
     assert family.model_settings({**sizes, "head_dim": 8}, frozenset(), "")["num_heads"] == 6
     with pytest.raises(UserError, match="head_dim is 3, but must be hidden_size / num_attention_heads, 8"):
         family.model_settings({**sizes, "head_dim": 3}, frozenset(), "config.json")
@@ -61,7 +61,7 @@ def test_a_gpt_neox_has_heads_of_the_width_that_its_sizes_give() -> None:
 
 def test_null_under_another_name_contradicts_true() -> None:
     """transformers takes the other name, so that null leaves the biases out."""
-    family, config = FAMILIES["sarvam_moe"], {"attention_bias": True, "use_qkv_bias": None}
+    family, config = MODEL_TYPES["sarvam_moe"], {"attention_bias": True, "use_qkv_bias": None}
     assert family.renamed(config)[1] == [
         "use_qkv_bias is None, but attention_bias, the same setting, is True: remove one of them"
     ]
@@ -117,7 +117,7 @@ def test_what_a_file_lacks_is_named() -> None:
     ],
 )
 def test_keys_that_change_a_network_are_known_to_its_type(kind: str, key: str, value: object, said: str) -> None:
-    family = FAMILIES[kind]
+    family = MODEL_TYPES[kind]
     refused = pytest.raises(UserError, match=said) if said else nullcontext()
     with refused, understood("config.json"):
         family.model_settings({"model_type": kind, key: value}, frozenset(), "config.json")
@@ -161,7 +161,7 @@ def test_keys_that_change_a_network_are_known_to_its_type(kind: str, key: str, v
     ],
 )
 def test_settings_have_the_names_that_config_json_has(kind: str, config: dict, said: str) -> None:
-    family = FAMILIES[kind]
+    family = MODEL_TYPES[kind]
     with pytest.raises(UserError) as refused, family.naming_keys(config):
         config_of(family.model_settings(config, frozenset({"lm_head.weight"}), "config.json"), "config.json")
     assert said in str(refused.value)
@@ -169,7 +169,7 @@ def test_settings_have_the_names_that_config_json_has(kind: str, config: dict, s
 
 def test_a_plain_word_is_no_key() -> None:
     """ "factor" is a key, too, which a sentence may have in another sense."""
-    said, family = "rope_factor is 0, a factor of positions", FAMILIES["llama"]
+    said, family = "rope_factor is 0, a factor of positions", MODEL_TYPES["llama"]
     with pytest.raises(UserError, match=r"^rope_factor \(factor in config.json\) is 0"), family.naming_keys({}):
         raise UserError(said)
 
@@ -191,25 +191,65 @@ COVERING = (
 """Types that together have the parts of config.json of all."""
 
 
+WRONG = (-7, "x", [], [1], {"a": 1}, None, True)
+
+
 def _unnamed(kind: str) -> Iterator[str]:
-    """Yields what is said of -7 without the key that has it."""
-    family = FAMILIES[kind]
-    for key in sorted({*family.keys, *(each.theirs for each in family.fields)}):
-        config = {**NEEDED.get(kind, {}), key: -7}
-        try:
-            with family.naming_keys(config), understood("config.json"):
-                settings = family.model_settings(config, frozenset({"lm_head.weight"}), "config.json")
-                config_of(settings, "config.json")
-        except UserError as e:
-            if not re.search(rf"\b{key}\b", str(e)) and "wrong type" not in str(e):
-                yield str(e)
+    """Yields what is said of values of the wrong kind without the key that has it."""
+    family = MODEL_TYPES[kind]
+    for key in sorted({*family.keys, *(each.theirs for each in family.fields), "rope_scaling"}):
+        for value in WRONG if key != "head_dim" else WRONG[:-2]:  # null: what the sizes give
+            config = {**NEEDED.get(kind, {}), key: value}
+            try:
+                with family.naming_keys(config):
+                    with understood("config.json"):
+                        settings = family.model_settings(config, frozenset({"lm_head.weight"}), "config.json")
+                    config_of(settings, "config.json")
+            except UserError as e:
+                if not re.search(rf"\b{key}\b", str(e)):
+                    yield f"{key} {value!r}: {e}"
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in COVERING else pytest.mark.long) for kind in FAMILIES]
+    "kind", [pytest.param(kind, marks=[] if kind in COVERING else pytest.mark.long) for kind in MODEL_TYPES]
 )
-def test_a_number_that_is_refused_is_named_by_its_key(kind: str) -> None:
+def test_a_value_that_is_refused_is_named_by_its_key(kind: str) -> None:
     assert list(_unnamed(kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("llama", {"rope_scaling": -7}, "rope_scaling is -7, but must be an object"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "rope_scaling.factor is '2', but must be a",
+        ),
+        ("llama", {"hidden_size": "64"}, "hidden_size is '64', but must be an integer"),
+        ("llama", {"hidden_size": 64.5}, "hidden_size is 64.5, but must be an integer"),
+        ("llama", {"rms_norm_eps": [1e-6]}, "rms_norm_eps is [1e-06], but must be a number"),
+        ("llama", {"attention_bias": "false"}, "attention_bias is 'false', but must be true or false"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], but must be a string"),
+        ("qwen3", {"layer_types": "x"}, "layer_types is 'x', but must be a list of strings"),
+        (
+            "qwen2_moe",
+            {"mlp_only_layers": {"a": 1}},
+            "mlp_only_layers is {'a': 1}, but must be a list of integers",
+        ),
+        ("mpt", {"attn_config": {"alibi": "no"}}, "attn_config.alibi is 'no', but must be true or false"),
+        ("bert", {"hidden_size": "64"}, "hidden_size is '64', but must be an integer"),
+        ("gpt2", {"num_attention_heads": "5"}, "num_attention_heads is '5', but must be an integer"),
+        ("nemotron_h", {"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern is ['M'], but must be a string"),
+        ("minicpm3", {"hidden_size": None}, "hidden_size is None, which a minicpm3 can't have"),
+        ("phi3", {"rope_scaling": {"a": 1}}, "rope_scaling has a, which mtjax does not support"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_as_it_was_typed(kind: str, config: dict, said: str) -> None:
+    """Words would count as true, and empty objects as false."""
+    with pytest.raises(UserError) as refused, understood("config.json"):
+        MODEL_TYPES[kind].model_settings({**NEEDED.get(kind, {}), **config}, frozenset(), "config.json")
+    assert str(refused.value).startswith("config.json") and said in str(refused.value)
 
 
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})
@@ -234,9 +274,9 @@ def test_a_t5_s_output_is_tied_as_in_transformers_5(
 ) -> None:
     if is_tied is None:
         with pytest.raises(UserError, match=f"tie_word_embeddings of this {kind} is false, but there is no lm_head"):
-            FAMILIES[kind].model_settings(config, names, "config.json")
+            MODEL_TYPES[kind].model_settings(config, names, "config.json")
     else:
-        assert FAMILIES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
+        assert MODEL_TYPES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
 
 
 @pytest.mark.parametrize(
@@ -247,7 +287,7 @@ def test_a_tied_mt5_of_transformers_4_is_scaled(version: str | None, is_tied: bo
     """transformers 4 multiplied the outputs of a tied mT5 by d_model^-0.5, and 5 never does."""
     config = {"d_model": 256, "transformers_version": version, "tie_word_embeddings": is_tied}
     config = {key: value for key, value in config.items() if value is not None}
-    settings = FAMILIES["mt5"].model_settings(config, OUTPUT - {"lm_head.weight"}, "config.json")
+    settings = MODEL_TYPES["mt5"].model_settings(config, OUTPUT - {"lm_head.weight"}, "config.json")
     assert (settings["tie_embeddings"], settings["output_scale"]) == (True, factor)
     model = config_of(settings, "").model
     # Written as a type that says so in every version.
@@ -269,15 +309,15 @@ def test_a_tied_mt5_of_transformers_4_is_scaled(version: str | None, is_tied: bo
 def test_a_t5_s_activation_is_the_same_in_all_keys(config: dict, said: str) -> None:
     """transformers saves three keys, and follows those that `feed_forward_proj` does not have."""
     with pytest.raises(UserError, match=said):
-        FAMILIES["t5"].model_settings(config, OUTPUT, "config.json")
+        MODEL_TYPES["t5"].model_settings(config, OUTPUT, "config.json")
     gated = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
-    assert FAMILIES["t5"].model_settings(gated, OUTPUT, "config.json")["activation"] == "geglu"
+    assert MODEL_TYPES["t5"].model_settings(gated, OUTPUT, "config.json")["activation"] == "geglu"
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "cwm", "ministral3"])
 def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
     """transformers takes YaRN or Llama 3's scaling for a null of all these types; two were read without scaling."""
-    family = FAMILIES[kind]
+    family = MODEL_TYPES[kind]
     missing, null = (
         family.model_settings({"model_type": kind, **more}, frozenset(), "") for more in ({}, {"rope_parameters": None})
     )
@@ -288,5 +328,5 @@ def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
 def test_an_empty_object_of_rope_is_none() -> None:
     """transformers 5.24 takes YaRN for a null alone, else a base of 10000 without scaling."""
     config = {"model_type": "ministral3", "rope_parameters": {}}
-    settings = FAMILIES["ministral3"].model_settings(config, frozenset(), "config.json")
+    settings = MODEL_TYPES["ministral3"].model_settings(config, frozenset(), "config.json")
     assert (settings["rope_theta"], settings["rope_scaling"]) == (10000.0, "none")

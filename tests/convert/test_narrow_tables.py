@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace
 from mtjax.config.checks import validate
-from mtjax.convert.families.registry import FAMILIES, family_of_model
 from mtjax.convert.megatron_arguments import misfits
 from mtjax.convert.megatron_tables import TRANSFORMER_ENGINE
+from mtjax.convert.model_types.registry import MODEL_TYPES, family_of_model
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
 from tests.tiny import tiny_config
@@ -29,7 +29,7 @@ NARROW: dict[str, Any] = {"norm_placement": "post", "embedding_size": 24}
 
 def read(config: dict[str, Any]) -> Config:
     """mtjax's settings of a config.json."""
-    settings = FAMILIES[config["model_type"]].model_settings(config, frozenset(), "config.json")
+    settings = MODEL_TYPES[config["model_type"]].model_settings(config, frozenset(), "config.json")
     return config_of({**settings, "vocab_multiple": 1}, "config.json")
 
 

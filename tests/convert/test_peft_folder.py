@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mtjax.commands.convert import main as convert
-from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.peft_adapters import Adapters
 from mtjax.convert.peft_copies import join_copies
@@ -301,7 +301,7 @@ MIXTRAL = {
 
 def experts_folder(folder: Path, **changes: Any) -> Path:
     """Adapters of a Mixtral's experts, rank 2: both parameters in both layers; `changes` replace keys or tensors."""
-    family = FAMILIES["mixtral"]
+    family = MODEL_TYPES["mixtral"]
     config = config_of(family.model_settings(MIXTRAL, frozenset(), ""), "")
     shapes = family.table_of(config.model).select(parameters_of(config)).shapes(30)
     write_folder(folder / "base", random_tensors(shapes), MIXTRAL)

@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from rich.text import Text
 
 from mtjax.config import Config, Data, Model, Training, replace
 from mtjax.data import load_tokenizer, open_dataset, vocabulary_size
@@ -15,11 +14,12 @@ from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.source import parse_sources
 from mtjax.data.corpus.words import Word
 from mtjax.data.run_text import RunText
-from mtjax.data.samples.family import DOCUMENTS, FamilySamples
-from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.samples.family import DOCUMENTS
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
+from mtjax.families.registry import FAMILIES
 from tests.data.corpora import default_documents, texts, write_bert_vocab, write_jsonl
+from tests.families.dummy import ROW
 
 
 @pytest.fixture
@@ -303,24 +303,7 @@ def test_a_bad_line_is_named_while_a_tokenizer_is_trained(config, tmp_path):
 
 def test_a_family_adds_its_samples_in_one_place(config, indexed, monkeypatch):
     """A new family's samples are one row of the registry; opening, blending and sizing the vocabulary follow it."""
-
-    class Lengths:
-        def __init__(self, share):
-            self.share = share
-
-        def __len__(self):
-            return self.share.bounds[1] - self.share.bounds[0]
-
-        def __getitem__(self, index):
-            return {"tokens": self.share.corpus.lengths[self.share.bounds[0] + index]}
-
-    row = FamilySamples(
-        DOCUMENTS,
-        open=lambda config, share: Lengths(share),
-        render=lambda sample, tokenizer: Text(str(sample)),
-        vocabulary_size=lambda tokenizer: 7,
-    )
-    monkeypatch.setitem(FAMILIES, "dummy", row)
+    monkeypatch.setitem(FAMILIES, "dummy", ROW)
     run = config(f"1 {indexed[0]} 1 {indexed[1]}")
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, family="dummy"))
     samples = open_dataset(run, "train", 10)

@@ -1,14 +1,11 @@
-"""The arrows between the rooms of `mtjax/data`, read from the source."""
-
-from pathlib import Path
+"""The arrows between the rooms of `mtjax/data` and the samples of the families, read from the source."""
 
 import pytest
 
-import mtjax.data
-from tests.test_architecture import imports_of, module_of, within
+from tests.test_architecture import FILES as ALL
+from tests.test_architecture import PACKAGE, imports_of, module_of, within
 
-ROOM = Path(mtjax.data.__file__).parent
-FILES = sorted(ROOM.rglob("*.py"))
+FILES = [path for path in ALL if within(module_of(path), {"data"})]
 
 SHARED = {"cache", "progress", "json_lines"}
 ARROWS = {
@@ -18,18 +15,19 @@ ARROWS = {
     "tokens": SHARED,
     "corpus": SHARED | {"tokens"},
     "samples": SHARED | {"tokens", "corpus"},
+    "families": SHARED | {"tokens", "corpus", "samples"},
     "cleaning": SHARED | {"tokens", "corpus"},
     "batches": {"samples"},
     "run_text": SHARED | {"tokens", "corpus"},
     "split_opener": SHARED | {"tokens", "corpus", "samples", "run_text"},
-    "neighbours": SHARED | {"tokens", "corpus", "samples", "batches", "split_opener"},
+    "neighbours": SHARED | {"tokens", "corpus", "samples", "families", "batches", "split_opener"},
     "datasets": SHARED | {"tokens", "corpus", "samples", "run_text", "split_opener", "neighbours"},
     "commands": SHARED | {"tokens", "corpus", "samples", "cleaning"},
 }
-"""Room or file of `mtjax/data` -> what it may import there beside itself."""
+"""Room or file of `mtjax/data`, or the families' samples -> what it may import there beside itself."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOM)) for path in FILES])
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 def test_arrows_between_rooms_point_one_way(path):
     room = module_of(path).removeprefix("data").removeprefix(".").partition(".")[0]
     if room in ("", "__main__"):

@@ -9,13 +9,13 @@ import pytest
 from mtjax.commands.finetune import main
 from mtjax.commands.predict import main as predict
 from mtjax.config import Config, replace
-from mtjax.convert.families.registry import family_of_model
+from mtjax.convert.model_types.registry import family_of_model
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
-from mtjax.finetune.samples import Encoder, Epochs
+from mtjax.finetune.samples import Epochs, RowEncoder
 from mtjax.finetune.tasks.race import RACE, filled
-from mtjax.models.families.finetuned import choice_losses
+from mtjax.models.finetuned import choice_losses
 from mtjax.models.heads import class_losses
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def encoder_of(folder) -> Encoder:
-    return Encoder(open_tokenizer(f"bert:{folder / 'vocab.txt'}"), "bert")
+def encoder_of(folder) -> RowEncoder:
+    return RowEncoder(open_tokenizer(f"bert:{folder / 'vocab.txt'}"), "bert")
 
 
 def config_of(data, **settings) -> Config:

@@ -5,10 +5,9 @@ import importlib.util
 import pytest
 
 from mtjax import config
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, anatomy_of
 from mtjax.analysis.communication import contract_of, symbols_of
 from mtjax.analysis.contract import Contract, Requirement, requirements
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config
 from mtjax.inspect.report import Report
 from mtjax.layout.mesh import parse_mesh

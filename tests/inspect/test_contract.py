@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from mtjax import config
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import rank_parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import compiled_flops
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report

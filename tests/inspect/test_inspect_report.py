@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from mtjax import cli
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import rank_parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
 from mtjax.commands.train import Options as TrainOptions
 from mtjax.inspect import text

@@ -3,26 +3,34 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from mtjax.analysis.hardware import H100
 from mtjax.config import load
 from mtjax.errors import UserError
+from mtjax.inspect import text
+from mtjax.inspect.command import InspectJob
 from mtjax.inspect.compiled import DUMP_TO, WITH_KERNELS
-from mtjax.inspect.kernels import ptx, sass
+from mtjax.inspect.html import page
+from mtjax.inspect.kernels import audit, ptx, sass
 from mtjax.inspect.kernels.audit import SWAPS, check_kernels
 from mtjax.inspect.kernels.block import follow
 from mtjax.inspect.kernels.dump import read
-from mtjax.inspect.kernels.kernel import Launch, atomics_of, machine_of
+from mtjax.inspect.kernels.kernel import KernelLaunch, atomics_of, machine_of
 from mtjax.inspect.kernels.occupancy import occupancy
 from mtjax.inspect.kernels.rates import ALU, ISSUE, SPECIAL, rates_of
 from mtjax.inspect.kernels.source import SourceLines
 from mtjax.inspect.kernels.tools import assemble
+from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import to_json
 from mtjax.inspect.targets import find_target
@@ -82,7 +90,7 @@ STORES = {
 """Name -> code, bytes between the threads' elements, threads for each thread that stores."""
 
 
-def kernel_of(end: str) -> ptx.Kernel:
+def kernel_of(end: str) -> ptx.PtxEntry:
     return ptx.parse(HEAD + KERNEL.format(end=end))["example"]
 
 
@@ -97,7 +105,7 @@ def test_a_block_touches_the_sectors_that_its_addresses_lie_in(name):
     storing = THREADS // of
     expected = len({thread * apart // 32 for thread in range(storing)})
     assert (stores.threads, stores.sectors) == (storing, expected)
-    used = followed.touched / (32 * len(followed.sectors))
+    used = followed.touched / (32 * followed.sectors)
     assert used == pytest.approx((TURNS * THREADS + storing) * 4 / 32 / (loads.sectors + expected))
     assert followed.is_complete
 
@@ -113,6 +121,22 @@ def test_an_index_that_was_loaded_is_a_gather_and_an_offset_is_not():
         accesses = follow(kernel, (THREADS, 1, 1), (6, 1, 1)).accesses
         store = accesses[max(accesses)]
         assert (store.is_indexed, store.sectors) == (is_indexed, sectors)
+
+
+def test_an_index_is_taken_to_lie_within_the_array():
+    """All threads of a block add to the row whose index they load, if it is in the array; XLA's order, and another."""
+    row = "ld.global.u32 %r6, [%rd2];\n mad.lo.s32 %r7, %r6, 128, %r1;\n mul.wide.u32 %rd7, %r7, 4;\n"
+    adds = "add.s64 %rd8, %rd2, %rd7;\n red.global.add.f32 [%rd8], %f1;\n"
+    swaps = "add.s64 %rd8, %rd2, %rd7;\n$L_a: atom.global.cas.b32 %r9, [%rd8], %r1, %r5;\n setp.ne.s32 %p3, %r9, %r1;\n"
+    for code in (
+        f"{row} {swaps} @%p3 bra $L_a;",  # a swap is successful at once
+        f"{row} setp.lt.u32 %p2, %r6, 4096;\n @!%p2 bra $L_end;\n {adds}$L_end:",
+        f"{row} setp.ge.s32 %p2, %r6, 1;\n @%p2 bra $L_add;\n bra $L_end;\n$L_add: {adds}$L_end:",
+    ):
+        kernel = kernel_of(code)
+        followed = follow(kernel, (THREADS, 1, 1), (6, 1, 1))
+        added = followed.accesses[next(i for i, op in enumerate(kernel.ops) if op.kind in ("red", "atom"))]
+        assert (added.threads, added.sectors, added.is_indexed) == (THREADS, THREADS * 4 // 32, False)
 
 
 def test_atomics_have_kinds():
@@ -182,13 +206,45 @@ def test_what_cannot_be_read_is_refused():
         rates_of((7, 0))
 
 
+def test_kernels_are_read_unless_they_are_many_or_programs_are_compared(tmp_path, monkeypatch, cpu_report):
+    monkeypatch.setattr(audit, "find_tool", lambda name: name)
+    target = find_target("h100x8")
+    for i in range(audit.MOST_READ):
+        (tmp_path / f"{i}.ptx").touch()
+    assert audit.why_unread(target) is None and audit.why_unread(target, tmp_path) is None
+    (tmp_path / "more.ptx").touch()
+    reason = audit.why_unread(target, tmp_path)
+    assert reason and "of 251 kernels" in reason and "--kernels reads it" in reason
+    assert reason in text_of(replace(cpu_report, unread=reason)) and reason in page(replace(cpu_report, unread=reason))
+
+    def reads(**values) -> bool | None:
+        return InspectJob.of(Options(target="h100x8", **values), Console(), lambda run: (run, None)).kernels
+
+    assert [reads(), reads(kernels=True), reads(kernels=False)] == [None, True, False]
+    assert [reads(vs=("1x8",)), reads(sweep=8), reads(time_on="v100x16")] == [False] * 3
+    monkeypatch.setattr(audit, "find_tool", missing)
+    assert audit.why_unread(target) == "--kernels needs CUDA's ptxas"
+
+
+def missing(name: str) -> NoReturn:
+    raise UserError(f"--kernels needs CUDA's {name}")
+
+
+def text_of(report: Report) -> str:
+    console = Console(file=StringIO(), width=180)
+    text.show(report, console)
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @needs_aot
 def test_instructions_are_those_of_the_source_however_ptxas_unrolls(tmp_path):
     """One load, one exponential and one addition for each number; seconds by the published rates."""
     path = tmp_path / "a.ptx"
     path.write_text(HEAD + KERNEL.format(end=STORES["next to each other"][0]))
     assembled = assemble([path], "sm_90a", tmp_path)["example"]
-    found = machine_of(ptx.parse(path.read_text())["example"], assembled, Launch((264, 1, 1), (THREADS, 1, 1), 0), H100)
+    found = machine_of(
+        ptx.parse(path.read_text())["example"], assembled, KernelLaunch((264, 1, 1), (THREADS, 1, 1), 0), H100
+    )
     assert (found.counts[SPECIAL], found.counts["memory"], found.counts["FMA"]) == (TURNS, TURNS + 1, TURNS)
     # 2 blocks for each of 132 multiprocessors, in which 16 threads compute an exponential per clock of 1.98 GHz.
     assert found.seconds[SPECIAL] == pytest.approx(2 * THREADS * TURNS / 16 / 1.98e9)
@@ -205,10 +261,11 @@ def u32_arrays(report: Report, least: int) -> list[str]:
 
 @needs_aot
 def test_kernels_of_a_step_are_matched():
-    """Each with its phase and registers; dropout's bits are in none of the arrays that they write."""
+    """Without being asked for. Each has its phase and registers; dropout's bits are in none of the arrays that they
+    write."""
     run = tiny(mesh="1x1", num_layers=3, hidden_size=256, hidden_dropout=0.1, recompute="none", attention="xla")
-    report = inspect(run, find_target("h100x8"), kernels=True)
-    assert report.time and report.time.kernels
+    report = inspect(run, find_target("h100x8"), kernels=None)
+    assert report.time and report.time.kernels and report.unread is None
     kernels = report.time.kernels
     assert report.time.seconds == kernels.step >= kernels.without
     assert len(kernels.rows) > 50 and all(row.phase and row.machine.registers for row in kernels.rows)
@@ -255,6 +312,13 @@ def test_audits_on_record_have_no_faults_without_a_reason():
     (row,) = (row for name, row in rows.items() if name == "gpt2-8.3b on h100x8")
     spilled = [kernel | {"source": "models/norms.py:1"} for kernel in row["faults"] if "spills" in kernel["faults"]]
     assert len(audits().unexpected({"faults": spilled})) == len(spilled) > 0
+
+
+def test_every_preset_is_on_record_or_listed():
+    """The list may only become shorter: a preset that is on record, or that there is not, is removed from it."""
+    rows = json.loads((BENCHMARKS / "results" / "kernels.json").read_text())["rows"]
+    missing = {preset for preset in audits().PRESETS if f"{preset} on h100x8" not in rows}
+    assert missing == set(audits().NOT_YET)
 
 
 def audits() -> ModuleType:

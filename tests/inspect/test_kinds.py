@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.inspect import hlo
 from mtjax.inspect.collectives import find_collectives

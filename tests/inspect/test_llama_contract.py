@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import rank_parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, required_of, tiny

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.contract import STAGES
 from mtjax.analysis.counts import peak_stage_counts
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.collectives import find_collectives
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.report import Report, inspect

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.analysis.contract import Contract, Expectation, Requirement
+from mtjax.families.gpt.model import GPT
 from mtjax.inspect.check import Landmarks, check
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import compile_program
@@ -18,7 +19,6 @@ from mtjax.inspect.targets import find_target
 from mtjax.layout.layouts import TENSOR, Layout
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.rules import DATA, MODEL, Rules
-from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding import gradients
 from mtjax.sharding.axes import spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.flops import compiled_flops
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.memory import peak_stage_memory

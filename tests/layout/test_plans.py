@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mtjax import config
-from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.anatomy import gpt
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check
 from mtjax.layout.mesh import MeshShape, parse_mesh

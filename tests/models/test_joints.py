@@ -11,24 +11,21 @@ import pytest
 from flax import nnx
 from jax.sharding import reshard
 
-from mtjax.analysis.families.registry import FAMILIES as ANATOMIES
 from mtjax.config import Parallel
-from mtjax.config.families import FAMILIES
+from mtjax.families.registry import FAMILIES
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.stacks import stacks_of
-from mtjax.models.embedding import embed_tokens, vocabulary_table
-from mtjax.models.families.gpt import GPT
-from mtjax.models.families.registry import MODEL_CLASSES
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.models.stack import Stack, run_layer
-from mtjax.models.trunk import HiddenStates, Section, run_sections
+from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.param_comm import LayerInputs
-from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.sharding.vocab import LossOptions
 from mtjax.train.step import make_train_step
+from tests.families.dummy import ROW
 from tests.tiny import VOCAB, batch_of, mesh_of, num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4
@@ -68,32 +65,6 @@ class Meter(nnx.Module):
         return x * self.gain[...] + before["shift"], after
 
 
-class Plain(GPT):
-    """Embedding, layers of a kind of their own, and a loss: nothing of GPT's but what a batch is."""
-
-    def __init__(self, config: Any, *, key: Any) -> None:
-        table_key, stack_key = jax.random.split(key)
-        model, recompute = config.model, Recompute.of(config.training)
-        self.table = vocabulary_table(model, table_key)
-        own = dataclasses.replace(stacks_of(model)[0], kind="plain")
-        self.layers_of_mine = Stack(
-            model, jnp.float32, own=own, recompute=recompute, parallel=config.parallel, key=stack_key
-        )
-
-    @property
-    def sections(self) -> dict[str, Section]:
-        return {"layers_of_mine": Section(self.layers_of_mine, self._embed, self._context)}
-
-    def _embed(self, batch: Any, keys: Any, before: HiddenStates | None) -> HiddenStates:
-        return HiddenStates(embed_tokens(self.table, None, batch["tokens"], jnp.float32))
-
-    def _context(self, batch: Any, keys: Any, stream: HiddenStates) -> LayerContext:
-        return LayerContext(keys)
-
-    def losses(self, stream: HiddenStates, batch: Any, keys: Any, options: LossOptions) -> dict[str, Any]:
-        return {"loss": vocab_parallel_cross_entropy(stream.x, self.table[...], batch["labels"], options)}
-
-
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that make the mixers, the kinds of layer and the family known, until the test ends."""
@@ -102,9 +73,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (MIXERS, "meter", lambda _: Meter),
         (KINDS, "plain", ("attention", "bilinear")),
         (KINDS, "metered", ("meter", "mlp")),
-        (MODEL_CLASSES, "plain", lambda: Plain),
-        (FAMILIES, "plain", FAMILIES["gpt"]),
-        (ANATOMIES, "plain", ANATOMIES["gpt"]),
+        (FAMILIES, "dummy", ROW),
     ):
         monkeypatch.setitem(registry, name, row)
 
@@ -114,7 +83,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mixer_and_a_family_are_a_class_and_a_row_each():
     results = {}
     for mesh, settings in (("1x1", {}), ("2x4", {"sequence_parallel": True, "zero": 1, "microbatch_size": 2})):
-        program = make_train_step(tiny_config(family="plain", **settings), mesh_of(mesh))
+        program = make_train_step(tiny_config(family="dummy", **settings), mesh_of(mesh))
         results[mesh] = run_steps(program, 2)
     for name in ("loss", "grad_norm"):
         split, whole = ([m[name] for m in results[mesh][1]] for mesh in ("2x4", "1x1"))
@@ -258,7 +227,7 @@ def test_what_a_state_says_can_be_differentiated(kind: str):
 @pytest.mark.usefixtures("rows")
 def test_a_trunk_hands_each_section_its_states(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "plain", KINDS["metered"])
-    program = make_train_step(tiny_config(family="plain", num_layers=LAYERS), mesh_of("1x4"))
+    program = make_train_step(tiny_config(family="dummy", num_layers=LAYERS), mesh_of("1x4"))
     parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
 
     def run(parameters: Any, batch: Any) -> Any:

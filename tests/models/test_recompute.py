@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mtjax.analysis import memory
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.config import replace, validate
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape

@@ -11,11 +11,11 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.config.model_identity import effective_settings
-from mtjax.convert.families.missing import MISSING
-from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSource
+from mtjax.convert.model_types.missing import MISSING
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.saved_model import SavedModel
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
@@ -35,14 +35,14 @@ TOLERANCE = 1e-5
 LESS_COMPILING = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def network_of(case: Case) -> Any:
+def network_of(case: Case, noise: float = 0.2) -> Any:
     """transformers' network with random weights, norms, biases and buffers of routers."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     torch.manual_seed(0)
     network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
@@ -58,12 +58,14 @@ def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
         return network(torch.tensor(tokens).long(), use_cache=False).logits.float().numpy()
 
 
-def our_logits(source: Source, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
+def our_logits(source: WeightSource, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of weights as they are read, computed in this type."""
     return logits_of_source(source, tokens, lambda model, tokens: model(tokens), dtype)
 
 
-def logits_of_source(source: Source, batch: Any, forward: Callable[[Any, Any], Any], dtype: str = "float32") -> Any:
+def logits_of_source(
+    source: WeightSource, batch: Any, forward: Callable[[Any, Any], Any], dtype: str = "float32"
+) -> Any:
     """Logits of what `forward` returns of a source's model and a batch, computed in this type."""
     config = replace(source.origin.config, compute_dtype=dtype, attention="xla", vocab_multiple=1)
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
@@ -87,7 +89,7 @@ OF_4 = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "ro
 
 def model_of(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
     """Our settings of a config.json."""
-    settings = FAMILIES[model_type].model_settings(config, frozenset(), "")
+    settings = MODEL_TYPES[model_type].model_settings(config, frozenset(), "")
     return effective_settings(replace(Config(), **settings).model)
 
 
@@ -151,7 +153,7 @@ def rms(array: np.ndarray) -> float:
 
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
 def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_type: str) -> None:
-    family = FAMILIES[model_type]
+    family = MODEL_TYPES[model_type]
     needed = (
         {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
         if model_type in ("dots1", "deepseek_v2")
@@ -186,8 +188,8 @@ def test_every_type_of_transformers_is_read_or_has_a_reason() -> None:
     kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     types = {name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
     assert len(types) > 200
-    assert types - {*FAMILIES, *MISSING} == set()
-    assert {*FAMILIES} & {*MISSING} == set()
+    assert types - {*MODEL_TYPES, *MISSING} == set()
+    assert {*MODEL_TYPES} & {*MISSING} == set()
 
 
 HARMLESS = {

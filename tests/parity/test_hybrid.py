@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mtjax.config import Config
-from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
-from tests.models.test_hybrid import EXPERTS, FACTORS, QWEN3_NEXT, SHARED, hybrid_config
+from tests.families.hybrid.test_model import EXPERTS, FACTORS, QWEN3_NEXT, SHARED, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
 from tests.parity.trees import nested
 
@@ -25,7 +25,7 @@ ONE_BLOCK: dict[str, Any] = {"num_kv_heads": 2, "block_attention_adapters": Fals
 def theirs(config: Config) -> Any:
     """transformers' network of a config, with weights large enough for every part to matter."""
     kind = KINDS[model_type(config)]
-    settings = FAMILIES[model_type(config)].config_json(config.model)
+    settings = MODEL_TYPES[model_type(config)].config_json(config.model)
     chunk = {} if kind == "Qwen3Next" else {"mamba_chunk_size" if kind == "FalconH1" else "chunk_size": 7}
     # Falcon-H1's embedding would have no gradient of the padding's row.
     made = getattr(transformers, f"{kind}Config")(**settings, **chunk, attn_implementation="eager", pad_token_id=None)
@@ -68,7 +68,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
             files[name] = array
     parameters = parameters_of(config)
     arrays = {name: np.zeros(parameter.stacked_shape, np.float32) for name, parameter in parameters.items()}
-    for parameter, layer, tensor in FAMILIES[model_type(config)].table_of(config.model).select(parameters).tensors():
+    for parameter, layer, tensor in MODEL_TYPES[model_type(config)].table_of(config.model).select(parameters).tensors():
         into = arrays[parameter.name] if layer is None else arrays[parameter.name][layer]
         if (name := name_of(tensor, layer)) in files:  # biases of routers have no gradient
             tensor.insert(tensor.view(files[name], parameter), into, parameter)

@@ -24,9 +24,9 @@ from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
-from mtjax.data.samples.gpt import GPTDataset, GPTOptions
 from mtjax.data.samples.split import SPLITS as PARTS
 from mtjax.data.samples.split import split_bounds
+from mtjax.families.gpt.samples import GPTDataset, GPTOptions
 from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import make_train_step

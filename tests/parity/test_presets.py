@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from mtjax import config
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config.model_identity import effective_settings
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.stream import config_of
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
@@ -71,6 +71,6 @@ def test_presets_are_the_published_models(name: str) -> None:
     tables = 1 if ours.tie_embeddings else 2
     padding = tables * (padded_vocab_size(ours) - theirs.vocab_size) * ours.hidden_size
     assert parameters(anatomy_of(ours)) == sum(p.numel() for p in network.parameters()) + padding
-    settings = FAMILIES[kind].model_settings(published, frozenset({"lm_head.weight"}), "config.json")
+    settings = MODEL_TYPES[kind].model_settings(published, frozenset({"lm_head.weight"}), "config.json")
     settings |= {"sequence_length": ours.sequence_length, "vocab_multiple": ours.vocab_multiple}
     assert effective_settings(config_of(settings, "config.json").model) == effective_settings(ours)

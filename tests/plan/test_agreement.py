@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax import cli, config
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import SERVERS
 from mtjax.analysis.memory import peak_stage_memory
 from mtjax.analysis.timing import step_time

@@ -8,7 +8,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import counts, flops
-from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.config.storage import Storage
 from mtjax.generate.inspected import inspect_decoding

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.anatomy import gpt
 from mtjax.analysis.flops import amdahl_speedup
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.memory import peak_stage_memory

@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis import counts, flops, memory
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import SERVERS
 from mtjax.analysis.schedules import bubble
 from mtjax.analysis.timing import step_time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.analysis.accuracy import A100, H100, V100, accuracy_on
-from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.anatomy import gpt
 from mtjax.analysis.hardware import DGX_2H, DGX_A100_80, DGX_H100
 from mtjax.analysis.machine import Constants
 from mtjax.analysis.software import MEGATRON_2021

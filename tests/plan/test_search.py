@@ -9,8 +9,7 @@ import pytest
 
 from mtjax import cli, config
 from mtjax.analysis import memory, timing
-from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.anatomy import Anatomy, anatomy_of, gpt
 from mtjax.analysis.flops import SECONDS_PER_DAY
 from mtjax.analysis.hardware import DGX_2H, DGX_H100, SERVERS
 from mtjax.commands.train import Options as TrainOptions

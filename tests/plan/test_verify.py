@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mtjax import config
 from mtjax.analysis import counts, memory
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.inspect import verify
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import Counts, peak_stage_counts
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.memory import stage_memory
 from mtjax.config import to_dict, validate
 from mtjax.convert.mtjax_folder import MtjaxSource

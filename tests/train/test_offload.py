@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.memory import COPIES, stage_memory
 from mtjax.analysis.optimizer import exposed_host_bytes, host_bytes, host_reads

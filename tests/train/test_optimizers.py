@@ -12,7 +12,7 @@ import optax
 import pytest
 from optax import contrib
 
-from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.memory import stage_memory
 from mtjax.config import to_dict, validate
 from mtjax.errors import UserError

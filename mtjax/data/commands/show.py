@@ -14,11 +14,11 @@ from mtjax.config import Config
 from mtjax.config.field_metadata import SAMPLES, TOKENS, at_least
 from mtjax.data.commands.dataset_summary import histogram, tokenizer_of
 from mtjax.data.corpus.indexed import IndexedDataset, prefix_of
-from mtjax.data.samples.family import Share
-from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.samples.family import Share, samples_of
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError, nearest
+from mtjax.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run(options: Options) -> None:
     if tokenizer is None:
         raise UserError(f"{dataset.prefix} doesn't say which tokenizer made it; name it with --tokenizer")
     console = Console(highlight=False)
-    family = FAMILIES[options.kind]
+    family = samples_of(options.kind)
     samples = _open(dataset, tokenizer, options)
     console.print(Text("colours: ") + Text(", ").join(Text(name, style) for name, style in family.legend))
     for number in range(options.first, min(options.first + options.samples, len(samples))):
@@ -79,6 +79,6 @@ def _open(corpus: IndexedDataset, tokenizer: Tokenizer, options: Options) -> Dat
         seed=options.seed,
         eod_mask_loss=options.eod_mask_loss,
     )
-    family = FAMILIES[options.kind]
+    family = samples_of(options.kind)
     share = Share(corpus, (0, family.items(corpus)), "train", 1, tokenizer)
     return family.open(config, share)

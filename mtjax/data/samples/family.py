@@ -1,4 +1,4 @@
-"""What a family of models says about its samples: one `FamilySamples` each, listed in `registry`."""
+"""What a family of models says about its samples: one `FamilySamples` each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.samples.sample import Bounds, Dataset, Sample
 from mtjax.data.samples.split import Split
 from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.families.registry import FAMILIES, load_part
 
 DOCUMENTS = EncodeOptions(append_eod=True)
 SENTENCES = EncodeOptions(split_sentences=True)
@@ -65,3 +66,8 @@ class FamilySamples:
     def items(self, corpus: IndexedDataset) -> int:
         """Returns the number of items to split: documents where a sequence is a sentence, sequences otherwise."""
         return corpus.num_documents if self.encoding.split_sentences else len(corpus)
+
+
+def samples_of(family: str) -> FamilySamples:
+    """Returns what the family of this name reads."""
+    return load_part(FAMILIES[family].samples)

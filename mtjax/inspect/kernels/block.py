@@ -2,8 +2,9 @@
 
 Only what addresses and branches depend on is computed, on integers, for all threads of the block at once. What is
 loaded from memory is not known: it counts as 0, and is remembered as equal for all threads if all load it from one
-address (an offset of a slice), else as different for each (an index of a gather). A branch on data that differs between
-threads goes on to the next instruction.
+address (an offset of a slice), else as different for each (an index of a gather). A branch on loaded data, such as
+whether an index lies within the array or whether a swap was successful, goes on to the next instruction, unless it is a
+branch forward and the next instruction ends the kernel.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtjax.inspect.kernels.ptx import Kernel, Op, width_of
+from mtjax.inspect.kernels.ptx import Op, PtxEntry, width_of
 
 SECTOR = 32
 """Bytes of a sector, the smallest transfer between caches and memory."""
@@ -57,19 +58,19 @@ class Followed:
     """Of each instruction, threads added, [instructions]."""
     accesses: dict[int, Access] = field(default_factory=dict)
     """By index of the instruction, global memory only."""
-    sectors: set[int] = field(default_factory=set)
+    sectors: int = 0
     """Sectors of global memory that the block touches, at known addresses."""
     touched: int = 0
     """Bytes of these sectors that its threads access."""
     is_complete: bool = True
     """Whether it was followed to its end."""
 
-    def bytes_per_thread(self, kernel: Kernel) -> float:
+    def bytes_per_thread(self, kernel: PtxEntry) -> float:
         """Returns the bytes of global memory that a thread loads and stores, on average."""
         return sum(a.threads * kernel.ops[i].access_bytes for i, a in self.accesses.items()) / self.threads
 
 
-def follow(kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
+def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
     """Follows the block in the middle of a launch.
 
     Args:
@@ -81,7 +82,7 @@ def follow(kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, 
 
 
 class _Block:
-    def __init__(self, kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+    def __init__(self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.kernel, self.size = kernel, int(np.prod(threads))
         self.needed = kernel.address_slice()
         self.pc = np.zeros(self.size, np.int64)
@@ -123,12 +124,13 @@ class _Block:
             known = guard.known
             holds = (guard.bits == 0) if op.is_negated else (guard.bits != 0)
             active = here & holds
-            if known == VARIES:
-                active = here if op.kind != "bra" else here & False
+            if known != KNOWN:
+                skips = op.kind == "bra" and not (self._target(op) > at and self._ends(at + 1))
+                active = here & False if skips else here
         self.result.executions[at] += int(active.sum())
         self.pc[here] = at + 1
         if op.kind == "bra":
-            self.pc[active] = self.kernel.labels.get(op.operands[-1], len(self.kernel.ops))
+            self.pc[active] = self._target(op)
         elif op.kind in ("ret", "exit", "trap"):
             self.pc[active] = len(self.kernel.ops)
         else:
@@ -136,6 +138,17 @@ class _Block:
                 self._access(at, op, active)
             if at in self.needed:
                 self._compute(op, active)
+
+    def _ends(self, at: int) -> bool:
+        """Returns whether an instruction ends the kernel."""
+        ops = self.kernel.ops
+        if at >= len(ops) or ops[at].kind in ("ret", "exit", "trap"):
+            return True
+        return ops[at].kind == "bra" and ops[at].guard is None and self._ends(self._target(ops[at]))
+
+    def _target(self, op: Op) -> int:
+        """Returns the index of the instruction to which a branch goes."""
+        return self.kernel.labels.get(op.operands[-1], len(self.kernel.ops))
 
     def _access(self, at: int, op: Op, active: np.ndarray) -> None:
         access = self.result.accesses.setdefault(at, Access())
@@ -158,14 +171,17 @@ class _Block:
 
     def _count_sectors(self) -> None:
         """Counts the distinct sectors of the block, and how much of them is accessed."""
-        words: list[np.ndarray] = []
-        for size, starts in self.bytes_seen.items():
-            step = min(size, 2)  # no finer than two bytes, of which most arrays are
-            unique = np.unique(np.concatenate(starts))
-            words.append(np.unique((unique[:, None] + np.arange(0, size, step)).ravel() // 2))
-        touched = np.unique(np.concatenate(words)) if words else np.zeros(0, np.int64)
-        self.result.touched = 2 * touched.size
-        self.result.sectors = set(np.unique(touched * 2 // SECTOR).tolist())
+        starts = [np.concatenate(found) for found in self.bytes_seen.values()]
+        if not starts:
+            return
+        sizes = [np.full(len(found), size) for size, found in zip(self.bytes_seen, starts, strict=True)]
+        start, size = np.concatenate(starts), np.concatenate(sizes)
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], (start + size)[order]
+        before = np.maximum.accumulate(np.concatenate([[-1], end[:-1]]))  # where the accesses before it end
+        self.result.touched = int(np.maximum(end - np.maximum(start, before), 0).sum())
+        first, last = start // SECTOR, (end - 1) // SECTOR
+        self.result.sectors = int(np.maximum(last - np.maximum(first - 1, (before - 1) // SECTOR), 0).sum())
 
     def _address(self, op: Op) -> Value:
         text = op.address

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.counts import parameters
-from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.analysis.hardware import by_device_kind
 from mtjax.config import Config

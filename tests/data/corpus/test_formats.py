@@ -21,7 +21,7 @@ from mtjax.config import Config, Data
 from mtjax.data.commands import clean, merge, preprocess
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
 from mtjax.data.run_text import RunText
-from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.samples.family import samples_of
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from tests.data.corpora import texts
@@ -208,7 +208,7 @@ def run_clean(path, output, *more) -> int:
 def tokens_of_training(data: Data) -> IndexedDataset:
     text = RunText(data)
     (source,) = text._sources()
-    return text.indexed(source, FAMILIES["gpt"].encoding)
+    return text.indexed(source, samples_of("gpt").encoding)
 
 
 @pytest.mark.parametrize("name", FORMATS)

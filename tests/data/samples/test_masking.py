@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.samples.bert import IGNORED, BertDataset, BertOptions, truncate_pair
 from mtjax.data.samples.masking import choose_spans, geometric, harmonic, whole_words, word_starts
 from mtjax.data.samples.sentence_runs import RunOptions, cut_runs
-from mtjax.data.samples.t5 import T5Dataset, T5Options
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
+from mtjax.families.bert.samples import IGNORED, BertDataset, BertOptions, truncate_pair
+from mtjax.families.t5.samples import T5Dataset, T5Options
 from tests.data.corpora import write_bert_vocab, write_indexed
 
 COUNT = 1500

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.identity import same_path
 from mtjax.data.tokens.tokenizer import digest_of, folder_of, open_tokenizer
 from mtjax.errors import UserError
+from mtjax.families.t5.samples import t5_ids
 from tests.data.tokens.pretrained_folders import CASES, END, QWEN2, write_pretrained, write_vocabulary
 
 PROMPT, MARKED = "ba 12  ke", "Ba caf\u00e9 \u65e5\u672c</s> ke<X>"

@@ -1,1 +1,0 @@
-"""Components of each family's models."""

@@ -1,0 +1,1 @@
+"""Hybrid models: decoders whose layers are of several kinds."""

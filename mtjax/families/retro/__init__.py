@@ -1,0 +1,1 @@
+"""Retro: a decoder that reads neighbours of its text."""

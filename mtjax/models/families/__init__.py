@@ -1,1 +1,0 @@
-"""Families of models, a file each: embedding, sections of layers, head and losses."""
