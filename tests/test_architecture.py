@@ -100,7 +100,9 @@ PARTS_OF_FAMILIES = {
     "layout": "layout",
     "samples": "data",
     "sample_index": "data",
-    "hugging_face": "convert",
+    **dict.fromkeys(
+        ("hugging_face", "megatron", "megatron_arguments", "megatron_rows", "from_gpt", "to_gpt"), "convert"
+    ),
 }
 """File or folder of a family -> the package with whose files it stands; the others stand in models."""
 
