@@ -1,7 +1,4 @@
-"""Builds a mesh of devices from its shape.
-
-The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
-"""
+"""Builds a mesh of devices from its shape."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +12,6 @@ from mtjax.layout.mesh import MeshShape
 def make_mesh(mesh_shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """Builds a mesh of the first `mesh_shape.size` devices, attached or compile-only, with all axes explicit."""
     axes = mesh_shape.axes
-    # Row-major over the axes' order, so devices with consecutive indices differ in the last axis, `model`.
+    # The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
     grid = np.array(devices[: mesh_shape.size], dtype=object).reshape([mesh_shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))

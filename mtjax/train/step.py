@@ -243,11 +243,10 @@ class TrainStep(ShardedModel):
         count = num_microbatches(self.config, self.mesh_shape, len(batch["sample_index"]))
         model, region, parameters, batch = self.loss_inputs(parameters, batch)
         inputs = region.shard_batch((batch, weights, keys))
-        schedule = self.microbatch_schedule(count)
         records = trained(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            gradients_of = distributed_gradients(model, inputs, region, schedule, reduction)
+            gradients_of = distributed_gradients(model, inputs, region, self.microbatch_schedule(count), reduction)
             parts, gradients = gradients_of(parameters, inputs)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
