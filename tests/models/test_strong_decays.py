@@ -27,11 +27,12 @@ STRONG = np.array([[-9.0, -7.0]], np.float32)
 
 
 def mamba(a: jax.Array) -> jax.Array:
-    return scan(ScanInputs(X, RATE, KEY, C), a, 32, 1)[0]
+    return scan(ScanInputs(*map(jnp.asarray, (X, RATE, KEY, C))), a, 32, 1)[0]
 
 
 def delta(a: jax.Array) -> jax.Array:
-    return delta_scan(DeltaInputs(C, KEY, X, RATE * a, RATE), 32, 1)[0]
+    query, key, value, rate = map(jnp.asarray, (C, KEY, X, RATE))
+    return delta_scan(DeltaInputs(query, key, value, rate * a, rate), 32, 1)[0]
 
 
 def mamba_64(a: np.ndarray) -> np.ndarray:
