@@ -70,7 +70,7 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     import jax.numpy as jnp
 
     from mtjax import config as configs
-    from mtjax.generate.decoder import Decoder
+    from mtjax.generate.decoder import GenerationPrograms
     from mtjax.generate.engine import Engine
     from mtjax.generate.request import Request, Sampling, Token
     from mtjax.layout.mesh import parse_mesh
@@ -81,7 +81,7 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     config = configs.replace(small, compute_dtype="float32", mesh="1x1", vocab_size=VOCAB, microbatch_size=None)
     placed = ShardedModel(config, make_mesh(parse_mesh("1x1"), jax.devices()))
     parameters = jax.tree.map(lambda a: jnp.asarray(weights(a.shape)), placed.abstract_parameters)
-    decoder = Decoder(placed, jax.device_put(parameters, placed.parameter_sharding))
+    decoder = GenerationPrograms(placed, jax.device_put(parameters, placed.parameter_sharding))
 
     def write(batch: int) -> dict[str, float]:
         engine, start = Engine(decoder, batch), time.process_time()

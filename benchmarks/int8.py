@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.evaluate.tasks.wikitext103 import detokenized
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weights import load_model
@@ -27,7 +27,7 @@ KINDS = {
 def perplexity(source: str, text: str, windows: int, length: int, dtype: str, storage: Storage) -> tuple[float, int]:
     model = load_model(source, "1x1", dtype)
     ids = model.tokenizer.encode(detokenized(text))
-    engine = Engine(Decoder(model.placed, model.parameters, storage=storage), 1)
+    engine = Engine(GenerationPrograms(model.placed, model.parameters, storage=storage), 1)
     tokens_of_windows: list[Token] = []
     for start in range(0, windows * length, length):
         window = tuple(ids[start : start + length])

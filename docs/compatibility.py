@@ -11,7 +11,7 @@ from typing import Any
 from mtjax.config import Config, replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
-from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.attention_kernel import FEWEST_PACKED, MOST_PACKED, choose_kernel
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
 
@@ -81,6 +81,7 @@ FEATURES = (
 ON_A_GPU = {
     "float16 with loss scaling",
     "unrolled layers",
+    "packed documents",
     "FP8",
     "latent attention",
     "mixture of experts, expert parallelism",
@@ -89,7 +90,7 @@ ON_A_GPU = {
     "BERT",
     "T5",
 }
-"""Features whose gradients were compared on a GPU, an H200: docs/gpu.md."""
+"""Features whose gradients were compared on a GPU, an H100 or H200: docs/gpu.md."""
 
 CHECKS: Mapping[str, tuple[str, str]] = {
     "data and tensor parallelism": ("train/test_step.py", "inspect/test_contract.py"),
@@ -129,7 +130,10 @@ def without_flash_attention() -> Iterator[tuple[Feature, str]]:
         config, mesh = _combined(feature)
         if choose_kernel(config, "gpu", mesh=parse_mesh(mesh))[0] != "cudnn":
             _, reason = choose_kernel(replace(config, attention="cudnn"), "gpu", mesh=parse_mesh(mesh))
-            yield feature, reason or "it must be asked for: --attention cudnn"
+            yield (
+                feature,
+                reason or f"outside of {FEWEST_PACKED:,} to {MOST_PACKED:,} tokens ask for it: --attention cudnn",
+            )
 
 
 def _alternatives(one: Feature, other: Feature) -> bool:
@@ -208,8 +212,9 @@ On H100 GPUs flash attention is used except with:
 {slow}
 ## How each was checked
 
-GPT, Llama and FP8 have trained for some steps on one H200, GPT in FP8 and hybrid models for 1,000, where the gradients
-of other features were compared with the CPU's ([results](../gpu.md#results)); no mesh of several GPUs has run. Tests on
+GPT, Llama and FP8 have trained for some steps on one H100 and one H200, GPT in FP8 and hybrid models for 1,000. The
+gradients of other features were compared with the CPU's ([results](../gpu.md#results)); no mesh of several GPUs has
+run. Tests on
 CPUs compare the losses and gradients of a mesh with those of one device, or with another implementation; tests of
 compiled programs compile the program for H100 GPUs without one, and compare every collective in it with the contract.
 

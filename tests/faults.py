@@ -156,7 +156,7 @@ FAULTS = (
     ),
     Fault(
         "Qwen2-MoE's list of kinds of layers is read",
-        'Part(("layer_types",), _check_layers, lambda model: {}),',
+        'ConfigKeys(("layer_types",), _check_layers, lambda model: {}),',
         "",
         "convert",
         "test_layers_of_a_qwen2_with_experts_that_slide_are_refused",
@@ -249,7 +249,7 @@ FAULTS = (
     ),
     Fault(
         "neighbours: validation text is searched, too",
-        "parts.append(Part(each.rows, first - base, last - base, base))",
+        "parts.append(VectorRange(each.rows, first - base, last - base, base))",
         "parts.append(Part(each.rows, 0, len(each.rows), base))",
         "retrieval",
         "test_a_run_reads_the_nearest_chunks",

@@ -168,7 +168,7 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
     from mtjax.config import Parallel
     from mtjax.config.families import is_decoder
     from mtjax.convert.saved_model import without_training
-    from mtjax.generate.decoder import Decoder
+    from mtjax.generate.decoder import GenerationPrograms
     from mtjax.models.sharded_model import ShardedModel
     from mtjax.train.step import make_train_step
 
@@ -181,7 +181,7 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
     one_stage = not {"stage", "context", "expert"} & set(program.shape.axes)
     if is_decoder(program.config.model) and one_stage and not program.config.model.lora_rank:
         plain = without_training(program.config, Parallel(mesh=str(program.shape)), compute_dtype="float32")
-        lowered["decode"] = Decoder.abstract(ShardedModel(plain, mesh)).lower_decode(4, 16)
+        lowered["decode"] = GenerationPrograms.abstract(ShardedModel(plain, mesh)).lower_decode(4, 16)
     hashes = {name: program_hash(one.compiler_ir("stablehlo")) for name, one in lowered.items()}
     return {"parameters": [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves], **hashes}
 

@@ -15,7 +15,7 @@ from mtjax.errors import UserError
 from mtjax.evaluate.continuations import read_prompts
 from mtjax.evaluate.tasks.text_file import json_lines
 from mtjax.finetune.chat_rows import read_chats
-from mtjax.finetune.rows import Examples, Fields, read_examples
+from mtjax.finetune.rows import Examples, FieldNames, read_examples
 from mtjax.finetune.tasks.race import RACE
 from mtjax.generate.jsonl import JsonLines
 from mtjax.generate.output_record import OutputRecord
@@ -51,7 +51,7 @@ def of_generate(path: Path) -> list[str]:
 
 READERS: dict[str, Callable[[Path], list[str]]] = {
     "evaluate": lambda path: [text for _, text in json_lines(path, "text")],
-    "finetune on rows": lambda path: of_examples(read_examples(path, Fields((("sentence",),), ("label",)))),
+    "finetune on rows": lambda path: of_examples(read_examples(path, FieldNames((("sentence",),), ("label",)))),
     "finetune on chats": lambda path: of_examples(read_chats(path)),
     "finetune on RACE": lambda path: of_examples(RACE.examples(path, config_of(path))),
     "generate": of_generate,

@@ -45,6 +45,7 @@ PARTS = (
     _speed("gpt2-small", 90),
     _speed("llama-1b-fp8", 100, alone=True),
     _speed("llama2-7b-12-layers", 120, alone=True),
+    _speed("llama3-8b-layers", 100, alone=True),
     _speed("gpt2-medium-dropout", 110),
     _speed("gpt2-medium-dropout-xla", 90, alone=True),
     _speed("gpt2-medium-loop", 80, alone=True),

@@ -23,6 +23,7 @@ class Shape:
     """Changes to the preset."""
 
 
+_LLAMA_3 = {"num_layers": 4, "recompute": "selective", "sequence_length": 8192}
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _LLAMA_1B = {"num_layers": 22, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "mlp_size": 5632}
 """TinyLlama's 1.1 billion parameters (arXiv 2401.02385), with sequences twice as long."""
@@ -38,6 +39,7 @@ SHAPES = {
         Shape("llama-1b-fp8", "llama2-7b", (4, 8), changes=_LLAMA_1B | {"sequence_length": 4096, "fp8": "delayed"}),
         Shape("llama2-7b-layers", "llama2-7b", (2, 2), changes={"num_layers": 4, "recompute": "selective"}),
         Shape("llama2-7b-12-layers", "llama2-7b", (2, 2), changes={"num_layers": 12, "recompute": "selective"}),
+        Shape("llama3-8b-layers", "llama3-8b", (1, 1), changes=_LLAMA_3),
         Shape("gpt2-medium-dropout", "gpt2-medium", (8, 8), changes=_DROPOUT | {"attention": "pallas"}),
         Shape("gpt2-medium-dropout-xla", "gpt2-medium", (8, 8), changes=_DROPOUT | {"attention": "xla"}),
         Shape("gpt2-medium-loop", "gpt2-medium", (16, 32), changes={"unroll_layers": False}),

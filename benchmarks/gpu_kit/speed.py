@@ -98,7 +98,7 @@ def describe(config: Config, predicted: Report) -> dict[str, Any]:
         "microbatches": step.plan.microbatches,
         "batch": config.training.global_batch_size,
         "sequence": config.model.sequence_length,
-        "attention": "cudnn" if step.plan.flash_attention else "xla",
+        "attention": "pallas" if step.plan.pallas_attention else "cudnn" if step.plan.flash_attention else "xla",
         "compile_seconds": step.compile_seconds,
         "predicted": {
             "plan_seconds": by_plan.total if by_plan else None,

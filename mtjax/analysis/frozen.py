@@ -1,7 +1,7 @@
 """Gradients that finetuning with adapters does not compute: those of inputs below which all weights are frozen."""
 
 from mtjax.analysis.anatomy import Anatomy, Stack
-from mtjax.config.layer_pattern import Run, loops_of_pattern
+from mtjax.config.layer_pattern import LayerRun, loops_of_pattern
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import layers_in_chunk, order_in_plan
 from mtjax.layout.timetable import timetable
@@ -27,7 +27,7 @@ def unread_gradients(anatomy: Anatomy, stack: Stack, plan: Plan, chunks: int) ->
     return int(last.stop - last.start == 1)
 
 
-def _run_of(number: int, pattern: str) -> Run:
+def _run_of(number: int, pattern: str) -> LayerRun:
     """Returns the loop that runs the layer of this number."""
     end = 0
     for run in loops_of_pattern(pattern):

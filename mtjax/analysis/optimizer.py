@@ -17,7 +17,7 @@ from mtjax.config.adapters import is_trainable
 from mtjax.layout.host_order import exposed_elements
 from mtjax.layout.layouts import LAYERS, Layout, gathers_in_compute_dtype, sharded_dimension
 from mtjax.layout.mesh import MeshShape
-from mtjax.layout.optimizer_states import ITERATIONS, Matrices, factored_dimensions, kept_arrays, matrices_of
+from mtjax.layout.optimizer_states import ITERATIONS, MatrixDims, factored_dimensions, kept_arrays, matrices_of
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MANUAL, MODEL, Axes
 from mtjax.layout.stages import layers_of_stage
@@ -171,7 +171,7 @@ def exchanges(anatomy: Anatomy, plan: Plan) -> list[Exchange]:
     return found
 
 
-def _exchange(shard: Shard, matrices: Matrices, mesh: MeshShape) -> Exchange:
+def _exchange(shard: Shard, matrices: MatrixDims, mesh: MeshShape) -> Exchange:
     inside = (*matrices.rows, *matrices.columns)
     axes = tuple(shard.axes[dim] for dim in inside if shard.axes[dim])
     ranks = math.prod(mesh.degree(one) for one in axes)

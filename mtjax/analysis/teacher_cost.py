@@ -19,7 +19,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.plan import Plan
 
 
-class Teacher(NamedTuple):
+class TeacherCost(NamedTuple):
     """The teacher of a plan."""
 
     anatomy: Anatomy
@@ -27,11 +27,11 @@ class Teacher(NamedTuple):
     """The teacher's plan, of forward passes only."""
 
 
-def teacher_of(plan: Plan) -> Teacher | None:
+def teacher_of(plan: Plan) -> TeacherCost | None:
     """Returns the teacher of a plan; None without one, or where its model is not known."""
     if plan.teacher is None:
         return None
-    return Teacher(anatomy_of(plan.teacher), plan.forward_only)
+    return TeacherCost(anatomy_of(plan.teacher), plan.forward_only)
 
 
 def weight_bytes(plan: Plan) -> float:

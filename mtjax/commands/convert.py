@@ -18,8 +18,8 @@ from mtjax.errors import UserError, first_line
 if TYPE_CHECKING:
     import numpy as np
 
-    from mtjax.convert.compress import Compression
-    from mtjax.convert.stream import Sink, Source
+    from mtjax.convert.compress import Quantization
+    from mtjax.convert.stream import Sink, WeightSource
 
 DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
 
@@ -189,7 +189,7 @@ def run(options: Options) -> None:
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT{more}")
 
 
-def _with_or_without_encoder(source: "Source", options: Options) -> "Source":
+def _with_or_without_encoder(source: "WeightSource", options: Options) -> "WeightSource":
     """Returns the weights of a Retro as a GPT's, those of a GPT as a Retro's, or as they are."""
     if options.without_encoder:
         from mtjax.convert.retro_decoder import DecoderSource
@@ -202,7 +202,7 @@ def _with_or_without_encoder(source: "Source", options: Options) -> "Source":
     return source
 
 
-def _print_notes(source: "Source", to_kind: str, options: Options) -> None:
+def _print_notes(source: "WeightSource", to_kind: str, options: Options) -> None:
     from mtjax.convert.megatron_retro_arguments import retro_note
 
     for note in source.origin.notes:
@@ -211,7 +211,7 @@ def _print_notes(source: "Source", to_kind: str, options: Options) -> None:
         print(f"note    {other}")
 
 
-def _expert_parallelism(source: "Source", to_kind: str, degree: int) -> str:
+def _expert_parallelism(source: "WeightSource", to_kind: str, degree: int) -> str:
     """Returns how experts must be divided where a run goes on, for the end of a line."""
     if to_kind != "megatron" or not source.origin.config.model.num_experts:
         return ""
@@ -296,18 +296,18 @@ def check_format(options: Options, to_kind: str) -> None:
             )
 
 
-def _compression(options: Options) -> "Compression | None":
+def _compression(options: Options) -> "Quantization | None":
     """Returns how weights are quantized, without the moments of a calibration; None if they are not."""
     if options.quantize is None:
         return None
-    from mtjax.convert.compress import Compression
+    from mtjax.convert.compress import Quantization
 
     is_calibrated = options.calibration is not None
-    return Compression(options.quantize, options.group_size, options.zero_point, is_calibrated)
+    return Quantization(options.quantize, options.group_size, options.zero_point, is_calibrated)
 
 
 def _moments(options: Options, source: str) -> "dict[tuple[str, int], np.ndarray]":
-    """Runs the model over the calibration text; returns `Compression.moments`.
+    """Runs the model over the calibration text; returns `Quantization.moments`.
 
     Raises:
       UserError: the text can't be read, or is too short.
@@ -325,7 +325,12 @@ def _moments(options: Options, source: str) -> "dict[tuple[str, int], np.ndarray
 
 
 def _open_sink(
-    kind: str, folder: Path, final: Path, source: "Source", options: Options, compression: "Compression | None" = None
+    kind: str,
+    folder: Path,
+    final: Path,
+    source: "WeightSource",
+    options: Options,
+    compression: "Quantization | None" = None,
 ) -> "Sink":
     """Opens the sink for a kind; `folder` is temporary, and will be renamed to `final`."""
     from mtjax.convert.hugging_face import HuggingFaceSink
@@ -348,7 +353,7 @@ def _open_sink(
     return openers[options.ckpt_format if options.ckpt_format == "torch_dist" else kind]()
 
 
-def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> int:
+def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "WeightSource", options: Options) -> int:
     """Converts a run with the state of its optimizer; returns the number of weights."""
     from mtjax.convert.continued import MegatronRun
     from mtjax.convert.megatron import MegatronSource

@@ -112,7 +112,7 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
         from mtjax.layout.mesh import parse_mesh
         from mtjax.retrieval.database import open_database
         from mtjax.retrieval.embeddings import Embeddings, check_together
-        from mtjax.retrieval.search import Rules, of_corpus
+        from mtjax.retrieval.search import NeighbourRules, of_corpus
     asked, found = Embeddings.open(queries), [Embeddings.open(path) for path in options.embeddings]
     check_together([asked, *found])
     by_content: dict[str, Embeddings] = {}
@@ -128,7 +128,7 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     _make_folder(output)
     kind = _kind(options)
     database = open_database(kind, parse_mesh(options.search_mesh).size, found, corpora, bounds, described)
-    of_corpus(asked.corpus(), asked, database, Rules(options.nearest), output, kind.text())
+    of_corpus(asked.corpus(), asked, database, NeighbourRules(options.nearest), output, kind.text())
     print(
         f"{output}: {options.nearest} neighbours of {asked.header.chunks:,} chunks, {len(database.vectors):,} "
         "were searched"
@@ -147,7 +147,7 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
         from mtjax.layout.mesh import parse_mesh
         from mtjax.retrieval.database import open_database
         from mtjax.retrieval.embedder import Embedder
-        from mtjax.retrieval.search import Asking, Rules, of_samples
+        from mtjax.retrieval.search import NeighbourRules, QuerySamples, of_samples
     orders: dict[Split, SampleOrder] = {
         split: order for split, order in orders_of(config, options.earlier).items() if options.of in (split, "both")
     }
@@ -181,9 +181,9 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     _make_folder(output)
     kind, devices = _kind(options), parse_mesh(options.search_mesh).size
     database = open_database(kind, devices, found, training.corpora, training.bounds, training.described())
-    rules = Rules(options.nearest, options.without_overlap, config.model.retro_retrieved_chunks)
+    rules = NeighbourRules(options.nearest, options.without_overlap, config.model.retro_retrieved_chunks)
     for split, (dataset, settings, samples) in splits.items():
-        asking = Asking(dataset, samples, split, settings, tokenizer, embedder)
+        asking = QuerySamples(dataset, samples, split, settings, tokenizer, embedder)
         header, counts = of_samples(asking, database, rules, output, kind.text())
         few = f", {counts[:-1].sum():,} of them fewer" if counts[:-1].any() else ""
         print(

@@ -32,7 +32,7 @@ _ELSEWHERE = {
 _PART = re.compile(r"\(([^()]*)\)x(\d+)|([^()])")
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Layers that one loop runs."""
 
     unit: str
@@ -91,12 +91,12 @@ def _check_letters(letters: str, pattern: str) -> None:
 
 
 @cache
-def runs_of(letters: str) -> tuple[Run, ...]:
+def runs_of(letters: str) -> tuple[LayerRun, ...]:
     """Divides layers into loops, so that as few as possible are compiled: "M-M-M-M*-" is 3 x "M-", 1 x "M*-"."""
     return _fewest_compiled(letters, lambda unit, start, end: True)
 
 
-def _fewest_compiled(letters: str, may_repeat: Callable[[str, int, int], bool]) -> tuple[Run, ...]:
+def _fewest_compiled(letters: str, may_repeat: Callable[[str, int, int], bool]) -> tuple[LayerRun, ...]:
     """Divides layers into loops, so that as few as possible are compiled.
 
     Args:
@@ -104,7 +104,7 @@ def _fewest_compiled(letters: str, may_repeat: Callable[[str, int, int], bool]) 
       may_repeat: of a unit, and the start and end of its layers: whether one loop of several iterations may run them.
     """
     # A dynamic programme: best[end] are the layers to compile, and the loops, of the first `end` layers.
-    best: list[tuple[int, tuple[Run, ...]]] = [(0, ())]
+    best: list[tuple[int, tuple[LayerRun, ...]]] = [(0, ())]
     for end in range(1, len(letters) + 1):
         found = _last_runs(letters, end, best, may_repeat)
         best.append(min(found, key=lambda choice: (choice[0], len(choice[1]))))
@@ -112,8 +112,8 @@ def _fewest_compiled(letters: str, may_repeat: Callable[[str, int, int], bool]) 
 
 
 def _last_runs(
-    letters: str, end: int, best: list[tuple[int, tuple[Run, ...]]], may_repeat: Callable[[str, int, int], bool]
-) -> Iterator[tuple[int, tuple[Run, ...]]]:
+    letters: str, end: int, best: list[tuple[int, tuple[LayerRun, ...]]], may_repeat: Callable[[str, int, int], bool]
+) -> Iterator[tuple[int, tuple[LayerRun, ...]]]:
     """Yields the choices of the last loop of the first `end` layers, each after the best loops before it."""
     # Units of real models have a few layers; a bound keeps patterns of thousands of layers fast.
     for size in range(1, min(end, 64) + 1):
@@ -122,7 +122,7 @@ def _last_runs(
             start = end - times * size
             if times == 1 or may_repeat(unit, start, end):
                 cost, runs = best[start]
-                yield cost + size, (*runs, Run(unit, times))
+                yield cost + size, (*runs, LayerRun(unit, times))
             times += 1
 
 
@@ -131,18 +131,18 @@ def shortened_pattern(letters: str) -> str:
     return "".join(min((f"({unit})x{times}", unit * times), key=len) for unit, times in runs_of(letters))
 
 
-def loops_of_pattern(letters: str) -> tuple[Run, ...]:
+def loops_of_pattern(letters: str) -> tuple[LayerRun, ...]:
     """Returns the loops over the layers of a model or a chunk: those of `runs_of`, but several layers that run once
     and are the only ones of their kinds are a loop each."""
-    loops: list[Run] = []
+    loops: list[LayerRun] = []
     for run in runs_of(letters):
         are_single = run.times == 1 and all(letters.count(letter) == 1 for letter in run.unit)
-        loops += [Run(letter, 1) for letter in run.unit] if are_single else [run]
+        loops += [LayerRun(letter, 1) for letter in run.unit] if are_single else [run]
     return tuple(loops)
 
 
 @cache
-def joined_loops(letters: str) -> tuple[Run, ...]:
+def joined_loops(letters: str) -> tuple[LayerRun, ...]:
     """Divides layers into loops that can hand on what is gathered for the next layer, so that as few as possible are
     compiled.
 

@@ -393,7 +393,8 @@ class Model:
     attention: Literal["auto", "xla", "blocks", "pallas", "cudnn"] = setting("auto", shapes=NEVER)
     """Attention kernel: cudnn is cuDNN's flash attention (GPUs only, attention_dropout 0); xla computes all scores of a
     sample at once; blocks those of a few queries at a time, so that memory is linear in the sequence (any device);
-    pallas keeps scores inside a kernel as cudnn does, also with attention_dropout (GPUs only; not measured yet). auto
-    uses cudnn where it supports the model, otherwise xla, and for samples of more than 8,192 tokens or 2^30 scores on a
-    rank (8,192 tokens of 16 heads) on GPUs blocks, if attention_dropout is 0, compute_dtype is 16-bit and deterministic
-    is false. Documents that reset_attention_mask keeps apart need --attention cudnn to use cuDNN's."""
+    pallas keeps scores inside a kernel as cudnn does, also with attention_dropout (GPUs only). auto uses cudnn where it
+    supports the model; pallas for the dropout of decoders with heads of 64 on Hopper, if each head has its own keys,
+    reset_attention_mask and deterministic are false; otherwise xla, and for samples of more than 8,192 tokens or 2^30
+    scores on a rank (8,192 tokens of 16 heads) on GPUs blocks, if attention_dropout is 0, compute_dtype is 16-bit and
+    deterministic is false. With reset_attention_mask it uses cudnn on Hopper for 2,048 to 8,192 tokens, no windows."""

@@ -19,7 +19,7 @@ Kind = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
-class Compression:
+class Quantization:
     """How the matrices of a decoder's layers are quantized: int8 and fp8 by output channel, int4 by groups."""
 
     kind: Kind
@@ -73,7 +73,7 @@ class Compression:
 class Compressed:
     """The quantized tensors of a folder that is written."""
 
-    how: Compression
+    how: Quantization
     dtype: str
     scales: Mapping[str, tuple[str, int]]
     """Names of the quantized tensors -> the parameter's name, and its layer."""

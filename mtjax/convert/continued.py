@@ -19,7 +19,7 @@ from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.rates import check_growth, check_rates
 from mtjax.convert.run_folder import Counters, RunSink
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError
 from mtjax.models.routers import ROUTER_BIAS
 from mtjax.runtime.processes.notes import say_notes
@@ -87,7 +87,7 @@ class MegatronRun:
         parameters = list(self.source.parameters.values())
         total = 3 * sum(parameter.nbytes * (parameter.num_layers or 1) for parameter in parameters)
         done = numbers = 0
-        with ProgressLine(task, total) as line:
+        with BytesProgress(task, total) as line:
             for parameter in parameters:
                 for layer, array in zip(parameter.layers, self._weights(parameter), strict=True):
                     sink.write(parameter, layer, array)

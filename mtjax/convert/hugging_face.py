@@ -12,7 +12,7 @@ from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
 from mtjax.config.storage import Storage
 from mtjax.convert.finite import are_equal
-from mtjax.convert.model_types.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
+from mtjax.convert.model_types.family import QUANTIZED, ModelType, begin_of_text, labels_json, tensors_without
 from mtjax.convert.model_types.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -28,7 +28,7 @@ from mtjax.errors import UserError, parse_json_object
 from mtjax.runtime.checkpoints.weights import special_ids
 
 if TYPE_CHECKING:
-    from mtjax.convert.compress import Compression
+    from mtjax.convert.compress import Quantization
     from mtjax.convert.compressed import Stored
     from mtjax.convert.kept_grids import GridSource
     from mtjax.models.weight_grid import Grid
@@ -101,7 +101,7 @@ class Described(NamedTuple):
 
     raw: dict[str, Any]
     """Its config.json."""
-    family: Family
+    family: ModelType
     tensors: "FolderTensors"
     config: Config
     notes: tuple[str, ...]
@@ -111,7 +111,7 @@ class Described(NamedTuple):
 def describe(
     folder: Path,
     vocab_multiple: int | None = None,
-    tensors_of: "Callable[[SafetensorsReader, Family], FolderTensors] | None" = None,
+    tensors_of: "Callable[[SafetensorsReader, ModelType], FolderTensors] | None" = None,
 ) -> Described:
     """Reads the config.json of a folder, and the names and shapes of its tensors.
 
@@ -234,7 +234,7 @@ class HuggingFaceSink:
         parameters: Mapping[str, Parameter],
         dtype: str | None = None,
         largest_file: int = LARGEST_FILE,
-        compression: "Compression | None" = None,
+        compression: "Quantization | None" = None,
     ) -> None:
         """Creates the files at their full size; `compression` says how matrices are quantized, if they are.
 

@@ -24,7 +24,7 @@ from mtjax.convert.megatron_tables import (
     LEGACY_RMS,
     TRANSFORMER_ENGINE,
     WRITTEN,
-    Names,
+    MegatronNames,
     names_in,
     table_of,
 )
@@ -42,7 +42,7 @@ Checkpoint = MegatronCheckpoint | TorchDistCheckpoint
 
 def describe(
     folder: Path, vocab_size: int | None, vocab_multiple: int | None, model_config: str | None
-) -> tuple[Checkpoint, Names, int, Config]:
+) -> tuple[Checkpoint, MegatronNames, int, Config]:
     """Returns a checkpoint, the names of its tensors, its padded vocabulary size, and the config of its model.
 
     Raises:
@@ -273,7 +273,7 @@ class MegatronSink:
         return views
 
 
-def check_split(model: Model, split: Split, names: Names) -> None:
+def check_split(model: Model, split: Split, names: MegatronNames) -> None:
     """Checks that the degrees divide the model, and that it has experts if options need them.
 
     Raises:
@@ -305,7 +305,7 @@ def check_experts(model: Model, ranks: int) -> None:
         raise UserError(f"--expert {ranks} does not divide the model's {model.num_experts} experts")
 
 
-def written_names(model: Model, split: Split) -> Names:
+def written_names(model: Model, split: Split) -> MegatronNames:
     """Returns the names of tensors in the implementation that a model is written for.
 
     Raises:

@@ -20,7 +20,7 @@ from mtjax.errors import UserError
 from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
 if TYPE_CHECKING:
-    from mtjax.convert.megatron_tables import Names  # imports jax, for seconds
+    from mtjax.convert.megatron_tables import MegatronNames  # imports jax, for seconds
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     name: values for name, values in supported().items() if not name.startswith(EXPERTS)
@@ -179,7 +179,7 @@ def _plain(value: Any) -> bool:
 
 
 def arguments_of(
-    model: Model, names: "Names", tensor: int, pipeline: int, dtype: str, vocab_rows: int
+    model: Model, names: "MegatronNames", tensor: int, pipeline: int, dtype: str, vocab_rows: int
 ) -> dict[str, Any]:
     """Returns Megatron's arguments for an mtjax model.
 
@@ -211,7 +211,7 @@ def arguments_of(
     }
 
 
-def misfits(model: Model, names: "Names") -> list[str]:
+def misfits(model: Model, names: "MegatronNames") -> list[str]:
     """Returns the settings of an mtjax model that an implementation of Megatron does not support."""
     is_bert = model.family == "bert"
     approximate = "activation gelu (the tanh approximation) without biases"
@@ -256,7 +256,7 @@ def _decoder_misfits(model: Model) -> dict[str, bool]:
     return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 
 
-def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
+def _rope_misfits(model: Model, names: "MegatronNames") -> dict[str, bool]:
     """Returns descriptions of RoPE settings -> whether the model has them and Megatron does not support them."""
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
@@ -293,7 +293,7 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
     }
 
 
-def _kinds(model: Model, names: "Names") -> dict[str, Any]:
+def _kinds(model: Model, names: "MegatronNames") -> dict[str, Any]:
     """Returns Megatron's arguments of norms, activations, biases and heads."""
     tanh, has_bias = model.activation == "gelu", attention_bias(model) == "all"
     return {

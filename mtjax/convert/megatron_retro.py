@@ -5,7 +5,7 @@ from dataclasses import replace
 from mtjax.config import Model
 from mtjax.config.retro import first_retro_layer
 from mtjax.convert.megatron_retro_arguments import CROSS
-from mtjax.convert.megatron_tables import QKV_ORDERS, Names, layer_rows
+from mtjax.convert.megatron_tables import QKV_ORDERS, MegatronNames, layer_rows
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Row, Table
 from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
@@ -13,7 +13,7 @@ from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_R
 CROSS_NORM = "pre_cross_attn_layernorm"
 
 
-def retro_table(model: Model, names: Names, version: float = 3.0) -> Table:
+def retro_table(model: Model, names: MegatronNames, version: float = 3.0) -> Table:
     """Returns the table of the tensors of a Retro: layers of three of our stacks are one layer there, and the encoder
     is part of the first layer that reads neighbours."""
     first, order = first_retro_layer(model), QKV_ORDERS[version]
@@ -34,14 +34,14 @@ def retro_table(model: Model, names: Names, version: float = 3.0) -> Table:
     return Table("a Retro of Megatron-Core", rows, copies={names.head_copy: names.words})
 
 
-def _stack(path: str, names: Names, qkv_order: str) -> tuple[Row, ...]:
+def _stack(path: str, names: MegatronNames, qkv_order: str) -> tuple[Row, ...]:
     """Returns the rows of a stack's layers: those of a GPT's, and cross-attention, chunked or the encoder's."""
     layers = f"{path}.layers"
     rows = (replace(one, ours=one.ours.replace(f"{STACK}.layers", layers)) for one in layer_rows(names, qkv_order, 1))
     return (*rows, *_cross(f"{layers}.cross", names), *_cross(f"{layers}.chunked", names))
 
 
-def _cross(ours: str, names: Names) -> tuple[Row, ...]:
+def _cross(ours: str, names: MegatronNames) -> tuple[Row, ...]:
     theirs = f"{names.layer}.{CROSS}.attn"
     return (
         *norm(f"{ours}_norm", f"{names.layer}.{CROSS_NORM}"),

@@ -17,7 +17,7 @@ LAYERS = "stack.layers"
 
 
 @dataclass(frozen=True)
-class Names:
+class MegatronNames:
     """Names of a GPT's modules in one of Megatron's implementations."""
 
     transformer_impl: str
@@ -77,11 +77,11 @@ _CORE_STRUCTURE = {
     "output": "output_layer.weight",
     "head_copy": "output_layer.weight",
 }
-LEGACY = Names(
+LEGACY = MegatronNames(
     "legacy", **_LEGACY_STRUCTURE, **_MODULES, attention_norm="input_layernorm.", mlp_norm="post_attention_layernorm."
 )
 """Names of the legacy code; names of its other versions are replaced by these when a checkpoint is read."""
-LEGACY_RMS = Names(
+LEGACY_RMS = MegatronNames(
     "legacy",
     **_LEGACY_STRUCTURE,
     **_MODULES,
@@ -90,10 +90,10 @@ LEGACY_RMS = Names(
     final_norm="final_norm.",
 )
 """Names in the versions of the legacy code that have RMS norm."""
-LOCAL = Names(
+LOCAL = MegatronNames(
     "local", **_CORE_STRUCTURE, **_CORE_MODULES, attention_norm="input_layernorm.", mlp_norm="pre_mlp_layernorm."
 )
-TRANSFORMER_ENGINE = Names(
+TRANSFORMER_ENGINE = MegatronNames(
     "transformer_engine",
     **_CORE_STRUCTURE,
     **_CORE_MODULES,
@@ -103,10 +103,10 @@ TRANSFORMER_ENGINE = Names(
 """Names in Transformer Engine layers, where a norm is fused into the linear layer that follows it."""
 HYBRID = replace(TRANSFORMER_ENGINE, final_norm="final_norm.")
 """Names in hybrid models, whose layers are Transformer Engine's."""
-WRITTEN: Mapping[str, Names] = {names.transformer_impl: names for names in (LEGACY, LOCAL, TRANSFORMER_ENGINE)}
+WRITTEN: Mapping[str, MegatronNames] = {names.transformer_impl: names for names in (LEGACY, LOCAL, TRANSFORMER_ENGINE)}
 
 
-def names_in(tensors: Iterable[str], source: str) -> Names:
+def names_in(tensors: Iterable[str], source: str) -> MegatronNames:
     """Detects which names a checkpoint uses.
 
     Raises:
@@ -134,7 +134,7 @@ GROUPED_SINCE = 2.0
 """The first version that orders rows by heads, as grouped-query attention requires."""
 
 
-def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_grouped: bool = False) -> Table:
+def table(version: float, names: MegatronNames = LEGACY, queries_per_group: int = 1, is_grouped: bool = False) -> Table:
     """Returns the table of the tensors of GPT, Llama and BERT in a version of the format.
 
     Args:
@@ -172,7 +172,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
 
 
 def table_of(
-    model: Model, names: Names, version: float, *, is_grouped: bool = False, is_distributed: bool = False
+    model: Model, names: MegatronNames, version: float, *, is_grouped: bool = False, is_distributed: bool = False
 ) -> Table:
     """Returns the table of a model's tensors.
 
@@ -208,7 +208,7 @@ def table_of(
     return replace(found, format="a hybrid model of Megatron-Core", rows=(*rows, *recurrent))
 
 
-def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+def layer_rows(names: MegatronNames, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
     """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (
@@ -231,7 +231,7 @@ def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Ro
     )
 
 
-def _experts(names: Names, is_grouped: bool) -> tuple[Row, ...]:
+def _experts(names: MegatronNames, is_grouped: bool) -> tuple[Row, ...]:
     """Returns the rows of a router and its experts; their norm is a separate module in all implementations."""
     ours, theirs = f"{LAYERS}.experts", f"{names.layer}.mlp"
     up, down = (

@@ -13,13 +13,13 @@ from mtjax.config.adapters import PARTS, adapts
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import dense_layers
 from mtjax.config.ssm import has_state_space, letters_of
-from mtjax.convert.model_types.family import Family
+from mtjax.convert.model_types.family import ModelType
 from mtjax.convert.model_types.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.peft_config import PREFIX, TENSORS
 from mtjax.convert.peft_expert_factors import is_of_all_experts, named_factors, stacked_factors, with_experts
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.convert.table import Tensor, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.errors import UserError, require
@@ -34,7 +34,7 @@ WITHOUT_OUT_PROJ = ("falcon_h1", "mamba2", "nemotron_h")
 """Types in which peft 0.21 refuses adapters of out_proj."""
 
 
-def write_adapters(source: Source, folder: Path) -> int:
+def write_adapters(source: WeightSource, folder: Path) -> int:
     """Writes `adapter_config.json` and `adapter_model.safetensors`; returns the number of weights in the adapters.
 
     Raises:
@@ -97,7 +97,7 @@ def _check_type(model: Model, model_type: str) -> None:
         )
 
 
-class Adapted(NamedTuple):
+class AdaptedTensor(NamedTuple):
     """A tensor of transformers with adapters."""
 
     weight: Parameter
@@ -109,7 +109,7 @@ class Adapted(NamedTuple):
     """Of the layer."""
 
 
-def _adapted_tensors(source: MtjaxSource, family: Family) -> Iterator[Adapted]:
+def _adapted_tensors(source: MtjaxSource, family: ModelType) -> Iterator[AdaptedTensor]:
     """Yields every tensor with adapters, layer by layer of each parameter."""
     for weight, row in family.table_of(source.origin.config.model).select(source.parameters).rows:
         names = adapter_names(weight.name)
@@ -118,10 +118,10 @@ def _adapted_tensors(source: MtjaxSource, family: Family) -> Iterator[Adapted]:
         a, b = (source.adapters[name] for name in names)
         for layer, *arrays in zip(a.layers, source.saved(a), source.saved(b), strict=True):
             for tensor in (one for each in row.tensors for one in each.spread(weight)):
-                yield Adapted(weight, tensor, layer, (a, b), (arrays[0], arrays[1]))
+                yield AdaptedTensor(weight, tensor, layer, (a, b), (arrays[0], arrays[1]))
 
 
-def _adapted_matrices(adapted: Iterable[Adapted], model_type: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _adapted_matrices(adapted: Iterable[AdaptedTensor], model_type: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns A [rank, inputs] and B [outputs, rank] of transformers' matrices, by the names of their modules.
 
     Of a matrix with several of mtjax's parameters, those that share an A add up their B's, each 0 outside its own rows

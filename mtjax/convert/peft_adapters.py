@@ -14,7 +14,7 @@ from mtjax.convert.peft_config import (
     OF_EXPERTS,
     PREFIX,
     TENSORS,
-    Adapter,
+    AdapterNames,
     check_expression,
     check_names,
     check_parameters,
@@ -57,7 +57,7 @@ class Adapters:
             raise UserError(f"{folder / TENSORS} can't be read as safetensors; it may be incomplete: {e}") from e
         self.read_pair = lru_cache(maxsize=1)(self._read_pair)
         """Reads A and B, by their names; keeps the last two, which the tensors of all experts of a layer need."""
-        self.modules: dict[str, Adapter] = {}
+        self.modules: dict[str, AdapterNames] = {}
         self.joined: tuple[str, ...] = ()
         self.full: dict[str, str] = {}
         self.experts: dict[str, dict[int, dict[str, str]]] = {}
@@ -130,7 +130,7 @@ class Adapters:
         own = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         end = next((end for end in FACTORS if own.endswith(f".{end}")), None)
         if end is not None:
-            self.modules.setdefault(own.removesuffix(f".{end}"), Adapter()).names[FACTORS[end]] = name
+            self.modules.setdefault(own.removesuffix(f".{end}"), AdapterNames()).names[FACTORS[end]] = name
         elif re.search(r"\.(lora_|trainable_tokens)", own):
             raise UserError(f"{self.path.parent / TENSORS} has {name}, which mtjax does not read")
         else:

@@ -35,7 +35,7 @@ FACTORS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
-"""Ends of names of tensors -> what they are in `Adapter`."""
+"""Ends of names of tensors -> what they are in `AdapterNames`."""
 OF_EXPERTS = re.compile(r"(?P<module>.*\.experts)(?P<depth>(\.base_layer)*)\.lora_(?P<matrix>[AB])\.weight")
 """Names of adapters of experts: a module with two adapted parameters is wrapped twice, the first of them inside."""
 UP, UP_WITHOUT_GATE, DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -43,7 +43,7 @@ UP, UP_WITHOUT_GATE, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 @dataclass
-class Adapter:
+class AdapterNames:
     """Names of the tensors that change a matrix."""
 
     names: dict[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ def join_copies(adapters: Adapters, shared: Mapping[str, str]) -> None:
 
     Args:
       adapters: of a folder.
-      shared: as `Family.shared`.
+      shared: as `ModelType.shared`.
 
     Raises:
       UserError: it is not the same change.

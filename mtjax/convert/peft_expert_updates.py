@@ -21,7 +21,7 @@ INPUTS_FIRST = ("gpt_oss",)
 
 
 @dataclass(frozen=True)
-class Update:
+class TensorUpdate:
     """What is added to a tensor of the files by an adapter, or a part of one."""
 
     module: str
@@ -63,7 +63,7 @@ class _Layer:
 
 def updates_of(
     adapters: Adapters, selection: Selection, shapes: Mapping[str, tuple[int, ...]], model_type: str, num_layers: int
-) -> dict[str, Update]:
+) -> dict[str, TensorUpdate]:
     """Returns the tensors of the files that adapters of experts change -> what is added to each.
 
     Args:
@@ -77,7 +77,7 @@ def updates_of(
       UserError: the adapters do not fit the base model, or a layer lacks one.
     """
     file, wanted = adapters.path.parent / TENSORS, adapters.config.get("target_parameters") or []
-    layers, updates, found = _layers_of(selection), dict[str, Update](), dict[int, str]()
+    layers, updates, found = _layers_of(selection), dict[str, TensorUpdate](), dict[int, str]()
     for module, given in adapters.experts.items():
         layer = layers.get(_number(module))
         if layer is None:
@@ -98,7 +98,7 @@ def updates_of(
             a, b = given[depth]["A"], given[depth]["B"]
             for name, tensor in layer.tensors[kind]:
                 part = tensor.part[1] if tensor.part else None
-                update = Update(
+                update = TensorUpdate(
                     f"{module}.{layer.names[kind]}",
                     *(a, b, layer.experts, tensor.expert, part),
                     inputs_first=model_type in INPUTS_FIRST,
@@ -135,7 +135,7 @@ def _is_wanted(parameter: str, wanted: Sequence[str]) -> bool:
     return any(parameter == name or parameter.endswith(f".{name}") for name in wanted)
 
 
-def _check_shapes(adapters: Adapters, update: Update, file: Path, of: tuple[int, ...]) -> None:
+def _check_shapes(adapters: Adapters, update: TensorUpdate, file: Path, of: tuple[int, ...]) -> None:
     """Checks the shapes of an adapter against that of a tensor of the base model."""
     a, b = (adapters.shape(name) for name in (update.down, update.up))
     outputs, inputs = of[-2:][::-1] if update.inputs_first else of[-2:]

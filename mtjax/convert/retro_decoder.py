@@ -8,7 +8,7 @@ import numpy as np
 from mtjax.config import Model, replace
 from mtjax.config.families import RETRO as RETRO_SETTINGS
 from mtjax.convert.parameters import Parameter, parameters_of
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.layout.stacks import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
 
@@ -16,7 +16,7 @@ from mtjax.layout.stacks import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
 class DecoderSource:
     """The weights of a Retro's decoder, as those of a GPT."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         """Selects the weights of another source.
 
         Raises:

@@ -16,7 +16,7 @@ from mtjax.config.families import RETRO as RETRO_SETTINGS
 from mtjax.config.retro import is_added
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.retro_decoder import of_decoder
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
@@ -28,7 +28,7 @@ from mtjax.sharding.mesh import make_mesh
 class RetroSource:
     """The weights of a GPT, and drawn ones of what Retro adds."""
 
-    def __init__(self, source: Source, file: Path) -> None:
+    def __init__(self, source: WeightSource, file: Path) -> None:
         """Reads the settings of Retro from a config.
 
         Args:

@@ -21,11 +21,11 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.peft_source import PeftSource, describe_adapted
-from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
+from mtjax.convert.stream import WeightSource, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
 from mtjax.convert.torchtitan import TorchtitanSource
 from mtjax.convert.weights_path import ADAPTERS, parse_weights
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
@@ -142,7 +142,7 @@ def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
     return kind, folder
 
 
-def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
+def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> WeightSource:
     """Opens weights of any kind, to be read slice by slice.
 
     Raises:
@@ -164,7 +164,7 @@ class SavedModel:
     """Saved weights with their config and tokenizer."""
 
     folder: Path
-    source: Source
+    source: WeightSource
 
     @classmethod
     def open(cls, text: str, hints: Hints = NO_HINTS, option: str = "--from") -> "SavedModel":
@@ -282,7 +282,7 @@ class SavedModel:
         """
         rows, done, arrays = padded_vocab_size(sharded_model.config.model), 0, {}
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
-        with ProgressLine("reading weights", total) as progress:
+        with BytesProgress("reading weights", total) as progress:
             for name, leaf in targets.items():
                 array = _stacked(self.source, name, rows, order_of(name, sharded_model.layer_orders)).astype(leaf.dtype)
                 # A model may be run with a shorter sequence than it was trained with.
@@ -298,7 +298,7 @@ POSITIONS = "positions"
 """Name of the parameter of learned position embeddings."""
 
 
-def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> np.ndarray:
+def _stacked(source: WeightSource, name: str, rows: int, order: LayerOrder | None) -> np.ndarray:
     """Returns a parameter with its layers stacked in `order` and its vocabulary padded to `rows`."""
     parameter = source.parameters[name]
     layers = [with_vocab(np.asarray(array), parameter, rows) for array in source.slices(parameter)]

@@ -17,7 +17,7 @@ _LARGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Row:
+class ShownArray:
     """An array."""
 
     name: str
@@ -45,7 +45,7 @@ def show(folder: Path) -> Iterator[str]:
     yield f"{len(rows)} arrays with {numbers:,} numbers, {size / 1e9:,.3f} GB" + (f"; {others}" if others else "")
 
 
-def _cells(row: Row) -> tuple[str, str, str]:
+def _cells(row: ShownArray) -> tuple[str, str, str]:
     return row.name, row.dtype, str(list(row.shape))
 
 
@@ -56,7 +56,7 @@ def _bytes(dtype: str) -> int:
     return max(1, int(digits or 8) // 8)
 
 
-def _rows(found: Recognized) -> tuple[list[Row], str]:
+def _rows(found: Recognized) -> tuple[list[ShownArray], str]:
     """Returns the rows, and what else the folder holds."""
     files = found.files
     if (files / METADATA_FILE).is_file():
@@ -70,32 +70,32 @@ def _rows(found: Recognized) -> tuple[list[Row], str]:
     raise UserError(f"{found}: its arrays can't be listed")
 
 
-def _of_distributed(files: Path) -> tuple[list[Row], str]:
+def _of_distributed(files: Path) -> tuple[list[ShownArray], str]:
     checkpoint = DistributedCheckpoint(files)
     rows = []
     for key in checkpoint.keys:
         tensor = checkpoint.tensor(key)
         count = len({chunk.entry.file for chunk in tensor.chunks})
-        rows.append(Row(key, tensor.dtype, tensor.shape, f"{len(tensor.chunks)} chunks in {count} files"))
+        rows.append(ShownArray(key, tensor.dtype, tensor.shape, f"{len(tensor.chunks)} chunks in {count} files"))
     missing = checkpoint.missing_files(checkpoint.keys)
     others = f"{len(checkpoint.objects)} objects"
     return rows, others + (f"; missing files: {', '.join(missing[:5])}" if missing else "")
 
 
-def _of_ranks(files: Path) -> Iterator[Row]:
+def _of_ranks(files: Path) -> Iterator[ShownArray]:
     from mtjax.convert.megatron_files import MegatronCheckpoint
 
     checkpoint = MegatronCheckpoint(files)
     for name, shape in checkpoint.shapes.items():
-        yield Row(name, checkpoint.dtype, shape, f"on each of {checkpoint.ranks} tensor-parallel ranks")
+        yield ShownArray(name, checkpoint.dtype, shape, f"on each of {checkpoint.ranks} tensor-parallel ranks")
 
 
-def _of_safetensors(files: Path) -> Iterator[Row]:
+def _of_safetensors(files: Path) -> Iterator[ShownArray]:
     for path in sorted(files.glob("*.safetensors")):
         for name, value in safetensors_header(path).items():
             if name != "__metadata__":
                 dtype = str(value["dtype"])
-                yield Row(name, _CODES.get(dtype, dtype.lower()), tuple(value["shape"]), path.name)
+                yield ShownArray(name, _CODES.get(dtype, dtype.lower()), tuple(value["shape"]), path.name)
 
 
 def safetensors_header(path: Path) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
     return header
 
 
-def _of_orbax(files: Path) -> Iterator[Row]:
+def _of_orbax(files: Path) -> Iterator[ShownArray]:
     """Yields the arrays of a checkpoint of mtjax, or of any program that writes with Orbax."""
     from mtjax.runtime.checkpoints.arrays import open_array
 
@@ -130,7 +130,7 @@ def _of_orbax(files: Path) -> Iterator[Row]:
             raise UserError(f"{state} lists {name}, which can't be opened: {str(e).splitlines()[0]}") from e
         chunk = [int(size or 1) for size in store.chunk_layout.read_chunk.shape or ()]
         count = prod(-(-size // part) for size, part in zip(store.shape, chunk, strict=True))
-        yield Row(name, store.dtype.name, tuple(store.shape), f"{count} chunks")
+        yield ShownArray(name, store.dtype.name, tuple(store.shape), f"{count} chunks")
 
 
 def _names(files: Path, state: Path) -> list[str]:

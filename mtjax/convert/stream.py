@@ -15,7 +15,7 @@ from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.finite import NotFinite
 from mtjax.convert.parameters import Parameter
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
 from mtjax.data.tokens.folder import GENERATION_CONFIG, tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -59,7 +59,7 @@ class Origin:
         return find(tokenizer_files(self.files), self.files)
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Weights in any format."""
 
     origin: Origin
@@ -74,7 +74,7 @@ class Sink(Protocol):
     """Writer of weights in any format."""
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
-        """Writes one of the arrays that `Source.slices` yields; `layer` is None if the parameter is not stacked."""
+        """Writes an array that `WeightSource.slices` yields; `layer` is None if the parameter is not stacked."""
         ...
 
     def close(self) -> None:
@@ -82,12 +82,12 @@ class Sink(Protocol):
         ...
 
 
-def convert(source: Source, sink: Sink, task: str) -> int:
+def convert(source: WeightSource, sink: Sink, task: str) -> int:
     """Copies every parameter; returns the number of weights."""
     parameters = list(source.parameters.values())
     total = sum(p.nbytes * (p.num_layers or 1) for p in parameters)
     done = numbers = 0
-    with ProgressLine(task, total) as progress:
+    with BytesProgress(task, total) as progress:
         for parameter in parameters:
             for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
                 sink.write(parameter, layer, array)

@@ -15,7 +15,7 @@ from mtjax.convert.rates import rates_at
 from mtjax.convert.run_folder import OURS
 from mtjax.convert.torch_dist_sink import TorchDistSink
 from mtjax.data import train_steps
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
 from mtjax.runtime.checkpoints.past import Past
@@ -78,7 +78,7 @@ class MtjaxRun:
         parameters = list(self.source.parameters.values())
         total = (1 + len(MOMENTS)) * sum(p.nbytes * (p.num_layers or 1) for p in parameters)
         done = numbers = 0
-        with ProgressLine(task, total) as line:
+        with BytesProgress(task, total) as line:
             for kind in (WEIGHTS, *MOMENTS):
                 for parameter in parameters:
                     for layer, array in zip(parameter.layers, self._state(kind, parameter), strict=True):

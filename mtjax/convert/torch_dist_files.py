@@ -39,7 +39,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileBytes:
     """Bytes of a file in the folder."""
 
     file: str
@@ -48,12 +48,12 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredBox:
     """A box of a tensor, and the archive that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    entry: Entry
+    entry: FileBytes
 
 
 class _Window(io.RawIOBase):
@@ -170,7 +170,7 @@ def _with_scalars(value: Any, read: Callable[[TensorEntry], bytes]) -> Any:
 class StoredTensor:
     """A tensor of a folder: its type, its shape and its chunks."""
 
-    def __init__(self, folder: Path, key: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    def __init__(self, folder: Path, key: str, dtype: str, shape: tuple[int, ...], chunks: Sequence[StoredBox]) -> None:
         """Checks that the chunks are all of the tensor.
 
         Raises:
@@ -178,7 +178,7 @@ class StoredTensor:
         """
         self._folder, self.key, self.dtype, self.shape, self.chunks = folder, key, dtype, shape, tuple(chunks)
         self._check_boxes()
-        self._by_row: dict[int, list[Chunk]] = defaultdict(list)
+        self._by_row: dict[int, list[StoredBox]] = defaultdict(list)
         for chunk in chunks:
             self._by_row[chunk.offsets[0] if shape else 0].append(chunk)
         self._tallest = max((chunk.sizes[0] for chunk in chunks if shape), default=1)
@@ -210,14 +210,14 @@ class StoredTensor:
                 out[_slices(begin, end, low)] = self._numbers(chunk)[_slices(begin, end, chunk.offsets)]
         return out
 
-    def _near(self, low: Sequence[int], high: Sequence[int]) -> Iterable[Chunk]:
+    def _near(self, low: Sequence[int], high: Sequence[int]) -> Iterable[StoredBox]:
         """Returns the chunks that may share a row of the first dimension with a box."""
         if not self.shape or high[0] - low[0] + self._tallest > len(self._by_row):
             return self.chunks
         rows = range(low[0] - self._tallest + 1, high[0])
         return [chunk for row in rows for chunk in self._by_row.get(row, ())]
 
-    def _numbers(self, chunk: Chunk) -> np.ndarray:
+    def _numbers(self, chunk: StoredBox) -> np.ndarray:
         entry = chunk.entry
         array, dtype = Archive(self._folder / entry.file, entry.offset, entry.length).tensor()
         if array.shape != chunk.sizes or dtype != self.dtype:
@@ -329,7 +329,7 @@ class DistributedCheckpoint:
             raise UserError(f"{self.folder / METADATA_FILE} does not describe the tensor {key}: {e}") from e
         if dtype not in DTYPES:
             raise UserError(f"{self.folder} holds {key} as {getattr(dtype, 'args', dtype)}, a type that is not read")
-        chunks = [Chunk(offsets, sizes, self._found(key, offsets)) for offsets, sizes in boxes]
+        chunks = [StoredBox(offsets, sizes, self._found(key, offsets)) for offsets, sizes in boxes]
         return StoredTensor(self.folder, key, dtype, shape, chunks)
 
     def object(self, key: str) -> Any:
@@ -347,7 +347,7 @@ class DistributedCheckpoint:
         files = sorted({entry.file for (key, _), entry in self._entries.items() if key in wanted})
         return [file for file in files if not (self.folder / file).is_file()]
 
-    def _found(self, key: str, offsets: tuple[int, ...] | None) -> Entry:
+    def _found(self, key: str, offsets: tuple[int, ...] | None) -> FileBytes:
         entry = self._entries.get((key, offsets))
         if entry is None:
             at = "" if offsets is None else f" at {list(offsets)}"
@@ -355,7 +355,7 @@ class DistributedCheckpoint:
         return entry
 
 
-def _entry(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | None], Entry]:
+def _entry(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | None], FileBytes]:
     """Returns a chunk's key and offsets, and where its bytes are.
 
     Raises:
@@ -370,4 +370,4 @@ def _entry(index: Record, info: Record) -> tuple[tuple[str, tuple[int, ...] | No
         raise UserError(
             f"{METADATA_FILE} says that {key} is transformed, such as compressed, which mtjax does not read"
         )
-    return (key, None if offsets is None else tuple(offsets)), Entry(file, int(stored.offset), int(stored.length))
+    return (key, None if offsets is None else tuple(offsets)), FileBytes(file, int(stored.offset), int(stored.length))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mtjax.convert.torch_dist_files import METADATA_FILE, Box, Entry
+from mtjax.convert.torch_dist_files import METADATA_FILE, Box, FileBytes
 from mtjax.convert.torch_dist_pickle import FILESYSTEM, METADATA, STORAGES
 
 FILE_BYTES = 4 << 30
@@ -162,7 +162,7 @@ def _index(key: str, offsets: tuple[int, ...] | None) -> Instance:
     return Instance(f"{METADATA}.MetadataIndex", state)
 
 
-def _stored(entry: Entry) -> Instance:
+def _stored(entry: FileBytes) -> Instance:
     state = {"relative_path": entry.file, "offset": entry.offset, "length": entry.length}
     return Instance(f"{FILESYSTEM}._StorageInfo", state)
 
@@ -188,7 +188,7 @@ class DistributedWriter:
         self._folder = folder
         self._tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
         self._objects: list[str] = []
-        self._entries: dict[tuple[str, tuple[int, ...] | None], Entry] = {}
+        self._entries: dict[tuple[str, tuple[int, ...] | None], FileBytes] = {}
         self._number = 0
 
     def chunk(self, key: str, shape: Sequence[int], offsets: Sequence[int], array: np.ndarray) -> None:
@@ -229,4 +229,4 @@ class DistributedWriter:
         with path.open("r+b" if path.exists() else "w+b") as file:  # zip writes its headers last: not "a"
             start = file.seek(0, io.SEEK_END)
             write_archive(file, value, arrays)
-            self._entries[key, offsets] = Entry(path.name, start, file.tell() - start)
+            self._entries[key, offsets] = FileBytes(path.name, start, file.tell() - start)

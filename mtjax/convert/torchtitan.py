@@ -9,7 +9,7 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import head_dim
-from mtjax.convert.model_types.decoder_rows import Names, decoder_rows
+from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, config_of
@@ -67,11 +67,11 @@ class _Tensors:
         return self._tensors[name].read()
 
 
-def names_in(names: Iterable[str]) -> Names:
+def names_in(names: Iterable[str]) -> ModuleNames:
     """Returns torchtitan's names of a Llama's modules, of which it has changed some."""
     names = set(names)
     linear = "qkv_linear." if any(".attention.qkv_linear." in name for name in names) else ""
-    return Names(
+    return ModuleNames(
         prefix="",
         embedding="tok_embeddings",
         output="output" if "output.weight" in names else "lm_head",

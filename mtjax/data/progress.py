@@ -11,7 +11,7 @@ SECONDS_BETWEEN_LINES = 10.0
 QUIET_SECONDS = 1.0
 
 
-class ProgressLine:
+class BytesProgress:
     """Shows `task`: done of total in bytes, and MB/s of text. Silent when it ends within a second.
 
     Use as a context manager, and call `update` as often as you like.
@@ -24,7 +24,7 @@ class ProgressLine:
         self._start = self._last_line = time.monotonic()
         self._bar: Progress | None = None
 
-    def __enter__(self) -> "ProgressLine":
+    def __enter__(self) -> "BytesProgress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:

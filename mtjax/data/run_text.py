@@ -14,7 +14,7 @@ from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
 from mtjax.data.corpus.made_with import check_made_with, check_same_maker
 from mtjax.data.corpus.meta import read_meta
-from mtjax.data.corpus.preprocessing import Job, preprocess
+from mtjax.data.corpus.preprocessing import PreprocessingJob, preprocess
 from mtjax.data.corpus.reader import chunks, expand
 from mtjax.data.corpus.remote import with_local_copies
 from mtjax.data.corpus.source import Source, parse_sources
@@ -130,7 +130,9 @@ class RunText:
             say(f"preparing {source.name} (once; kept in {self.cache.root})")
             paths = _text_files(source, folder)
             task = f"tokenizing {source.name}"
-            preprocess(Job(paths, {key: folder / "data"}, self.tokenizer, options, keys_named=is_named, task=task))
+            preprocess(
+                PreprocessingJob(paths, {key: folder / "data"}, self.tokenizer, options, keys_named=is_named, task=task)
+            )
             if not source.paths:
                 Path(paths[0]).unlink()
 

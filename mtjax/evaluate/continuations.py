@@ -14,7 +14,7 @@ from mtjax.evaluate.run import shown
 from mtjax.evaluate.tasks.task import Results
 from mtjax.finetune.scorer import open_scorer
 from mtjax.generate.completion import Completion
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.weights import load_model
@@ -79,7 +79,7 @@ def summary(scores: np.ndarray, of_prompts: np.ndarray, threshold: float) -> Res
 def continued(options: Options, prompts: Sequence[str]) -> list[list[str]]:
     """Returns the continuations of each prompt."""
     model = load_model(options.source, options.mesh, options.compute_dtype, options.tokenizer)
-    engine = Engine(Decoder(model.placed, model.parameters, model.start_id), options.rows)
+    engine = Engine(GenerationPrograms(model.placed, model.parameters, model.start_id), options.rows)
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     done: list[list[Completion]] = []
     for index, prompt in enumerate(prompts):

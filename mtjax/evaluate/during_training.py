@@ -14,7 +14,7 @@ from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
-from mtjax.evaluate.tasks.task import Kind, Settings, Task
+from mtjax.evaluate.tasks.task import EvaluationTask, RowSettings, TaskKind
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
@@ -86,8 +86,8 @@ def check_goal(config: Config, files: Mapping[str, Path]) -> None:
 class OpenedTask:
     """A task with its rows."""
 
-    kind: Kind
-    task: Task
+    kind: TaskKind
+    task: EvaluationTask
 
 
 def first_tokens_in(text: RunData) -> list[int]:
@@ -133,7 +133,7 @@ class RunEvaluations:
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         # trains=True: parameters keep the shardings of training, so that they are not moved.
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
-        settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
+        settings = RowSettings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._files.items():
             self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
 

@@ -12,15 +12,15 @@ import numpy as np
 
 from mtjax.config.checks import check_bounds
 from mtjax.data import Tokenizer
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError, require
 from mtjax.evaluate.answers import SavedAnswers
-from mtjax.evaluate.rows import Row, Scores, scores_of
+from mtjax.evaluate.rows import RowScores, ScoredRow, scores_of
 from mtjax.evaluate.run import score_rows, shared_answers
 from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling
 from mtjax.runtime.processes.coordination import this_process
@@ -101,7 +101,7 @@ class HarnessModel:
                 )
             # Long contexts are truncated at their beginning.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
-            rows.append(Row(np.asarray(ids, np.int32), len(ids) - len(after)))
+            rows.append(ScoredRow(np.asarray(ids, np.int32), len(ids) - len(after)))
         scores = self._scores("continuations", rows)
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
@@ -118,7 +118,7 @@ class HarnessModel:
         log_probability = self._scores("texts", rows).log_probability
         return [float(windows.sum()) for windows in np.split(log_probability, np.cumsum(counts)[:-1])]
 
-    def _scores(self, kind: str, rows: Sequence[Row]) -> Scores:
+    def _scores(self, kind: str, rows: Sequence[ScoredRow]) -> RowScores:
         """Scores rows; saves answers next to `out`, in a file for each kind of request."""
         hashed = hashlib.sha256(self._identity.encode())
         for row in rows:
@@ -145,7 +145,7 @@ class HarnessModel:
           UserError: a task's arguments are not supported, or its texts are longer than the model's sequence.
         """
         if self._engine is None:
-            decoder = Decoder(self._scorer.sharded_model, self._parameters)
+            decoder = GenerationPrograms(self._scorer.sharded_model, self._parameters)
             self._engine = Engine(decoder, self._sequences)
         done, texts = 0, []
 
@@ -155,7 +155,7 @@ class HarnessModel:
             if this_process() == 0:
                 progress.update(done)
 
-        with ProgressLine("generating", len(prompts)) as progress:
+        with BytesProgress("generating", len(prompts)) as progress:
             for number, (prompt, arguments) in enumerate(prompts):
                 sampling, stops = sampling_of(arguments, number)
                 prompt_limit = self.longest - sampling.max_tokens
@@ -172,14 +172,14 @@ class HarnessModel:
         return [text.text for text in texts]
 
 
-def rolling_rows(ids: list[int], prefix: int, length: int) -> list[Row]:
+def rolling_rows(ids: list[int], prefix: int, length: int) -> list[ScoredRow]:
     """Returns windows of a text, each of which predicts at most `length` tokens; prepends `prefix`."""
     tokens, rows = np.asarray([prefix, *ids], np.int32), []
     for start in range(0, len(ids), length):
         stop = min(start + length, len(ids)) + 1
         # The last window is extended to the left to `length` tokens.
         first = max(0, stop - length - 1)
-        rows.append(Row(tokens[first:stop], start + 1 - first))
+        rows.append(ScoredRow(tokens[first:stop], start + 1 - first))
     return rows
 
 

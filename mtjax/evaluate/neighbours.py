@@ -18,7 +18,7 @@ from mtjax.data.datasets import open_dataset
 from mtjax.data.neighbours.overlap import shared_runs
 from mtjax.data.neighbours.reader import WithNeighbours
 from mtjax.data.neighbours.samples import orders_of
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError
 from mtjax.evaluate.options import NONE, SHUFFLED, Options
 from mtjax.evaluate.run import check_files, parallel_of, print_header, shown, write_facts
@@ -72,7 +72,7 @@ def evaluate_neighbours(options: Options) -> Results:
 
 
 @dataclass(frozen=True)
-class Text:
+class NeighbourText:
     """Validation samples with their neighbours."""
 
     dataset: WithNeighbours
@@ -124,7 +124,7 @@ class Text:
         return np.stack([self.dataset[number]["loss_mask"] for number in range(self.count)]).astype(np.float64)
 
 
-def open_text(options: Options, saved: SavedModel) -> Text:
+def open_text(options: Options, saved: SavedModel) -> NeighbourText:
     """Opens the validation samples of a run, with the neighbours that are evaluated: its own, or those of a prefix.
 
     Raises:
@@ -148,7 +148,7 @@ def open_text(options: Options, saved: SavedModel) -> Text:
     config = replace(config, neighbours=prefix)
     dataset = open_dataset(config, "valid", orders["valid"].counts[-1], saved.tokenizer(options.tokenizer)[1])
     assert isinstance(dataset, WithNeighbours)  # the config names a prefix
-    return Text(dataset, orders["valid"].counts[-1], config.model.retro_chunk)
+    return NeighbourText(dataset, orders["valid"].counts[-1], config.model.retro_chunk)
 
 
 class NeighbourScorer:
@@ -162,7 +162,7 @@ class NeighbourScorer:
     def losses(self, parameters: Any, samples: Iterator[dict[str, np.ndarray]], count: int) -> np.ndarray:
         """Returns the loss of each token, float32[samples, tokens]."""
         found, names = [], ("tokens", "labels", NEIGHBOURS)
-        with ProgressLine("evaluating", count) as progress:
+        with BytesProgress("evaluating", count) as progress:
             for batch in _batches(samples, self.batch):
                 rows = [batch[min(i, len(batch) - 1)] for i in range(self.batch)]  # the last batch is filled up
                 arrays = {name: np.stack([row[name] for row in rows]) for name in names if name in rows[0]}
@@ -199,7 +199,7 @@ def _batches(samples: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def results_of(text: Text, losses: dict[str, np.ndarray], mode: str) -> Results:
+def results_of(text: NeighbourText, losses: dict[str, np.ndarray], mode: str) -> Results:
     """Returns perplexities of all tokens, of those that read neighbours, and of these by the share of 13-grams that
     their own neighbours have; with own neighbours also how much lower the loss is than without."""
     weights, bins = text.weights(), text.bins()

@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredRow:
     """A sequence of tokens of which the last ones are scored.
 
     Attributes:
@@ -27,7 +27,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Scores:
+class RowScores:
     """A model's scores of rows, in their order."""
 
     log_probability: np.ndarray
@@ -35,12 +35,12 @@ class Scores:
     all_best: np.ndarray
     """[rows], bool: whether every scored token is the most likely one."""
 
-    def __getitem__(self, rows: slice) -> "Scores":
+    def __getitem__(self, rows: slice) -> "RowScores":
         """Returns the scores of some rows."""
-        return Scores(self.log_probability[rows], self.all_best[rows])
+        return RowScores(self.log_probability[rows], self.all_best[rows])
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """A window of a text, from `start` to `stop`, and the first token that it scores."""
 
     start: int
@@ -53,7 +53,7 @@ class Window(NamedTuple):
         return max(self.stop - self.first, 0)
 
 
-def windows(tokens: int, length: int, overlap: int) -> Iterator[Window]:
+def windows(tokens: int, length: int, overlap: int) -> Iterator[TextWindow]:
     """Yields the windows of a text as in Megatron's zero-shot evaluation: every token but the first is scored once.
 
     A window predicts `length` tokens. The next one starts `overlap` tokens later and scores its last `overlap` tokens,
@@ -69,10 +69,10 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[Window]:
     more = -(-max(targets - overlap, 0) // overlap)
     for start in range(0, (more + 1) * overlap, overlap):
         first = start + 1 if start == 0 else start + 1 + length - overlap
-        yield Window(start, min(start + length + 1, tokens), first)
+        yield TextWindow(start, min(start + length + 1, tokens), first)
 
 
-def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> list[Row]:
+def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> list[ScoredRow]:
     """Returns the windows of a text that score tokens.
 
     Args:
@@ -82,10 +82,10 @@ def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> 
       given: number of tokens at the beginning that are not scored; at least 1.
     """
     found = (w._replace(first=max(w.first, given)) for w in windows(len(ids), length, overlap))
-    return [Row(ids[w.start : w.stop], w.first - w.start) for w in found if w.counted]
+    return [ScoredRow(ids[w.start : w.stop], w.first - w.start) for w in found if w.counted]
 
 
-def scores_of(answers: Mapping[int, tuple[float, bool]]) -> Scores:
+def scores_of(answers: Mapping[int, tuple[float, bool]]) -> RowScores:
     """Returns the scores of all rows from the answer to each by its number."""
     in_order = [answers[number] for number in range(len(answers))]
-    return Scores(np.array([a[0] for a in in_order]), np.array([a[1] for a in in_order], bool))
+    return RowScores(np.array([a[0] for a in in_order]), np.array([a[1] for a in in_order], bool))

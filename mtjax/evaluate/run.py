@@ -13,15 +13,15 @@ from mtjax import __version__
 from mtjax.config import Config, Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
 from mtjax.data import Tokenizer
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.options import Options
-from mtjax.evaluate.rows import Row, scores_of
+from mtjax.evaluate.rows import ScoredRow, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
-from mtjax.evaluate.tasks.task import Results, Settings, Task
+from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_no_sharding_groups, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
@@ -60,7 +60,7 @@ def evaluate(options: Options) -> Results:
     check_files(options)
     with open_weights(options) as weights:
         first = tuple(first_tokens_of(weights.saved, weights.tokenizer))
-        settings = Settings(weights.length, min(options.overlap or weights.length, weights.length), first)
+        settings = RowSettings(weights.length, min(options.overlap or weights.length, weights.length), first)
         task = KINDS[options.task].open(options.data, weights.tokenizer, settings)
         identity = AnswersIdentity(
             options, settings, weights.tokenizer_name, digest(options.data), weights.saved.identity
@@ -117,7 +117,7 @@ class AnswersIdentity:
     """Everything that answers depend on; saved answers with another identity are discarded."""
 
     options: Options
-    settings: Settings
+    settings: RowSettings
     tokenizer: str
     data: str
     """Digest of the data file."""
@@ -202,16 +202,19 @@ def print_header(sharded_model: ShardedModel, data: str) -> None:
     )
 
 
-def data_summary(task: Task, saved: SavedAnswers) -> str:
+def data_summary(task: EvaluationTask, saved: SavedAnswers) -> str:
     """Returns the number of rows and scored tokens, and of rows that are done already."""
     counted = sum(row.counted for row in task.rows)
     done = f"; {len(saved.answers):,} rows are done already" if saved.answers else ""
     return f"{len(task.rows):,} rows, {counted:,} scored tokens{done}" + (f"\nnote    {task.note}" if task.note else "")
 
 
-def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, saved: SavedAnswers) -> None:
+def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, parameters: Any, saved: SavedAnswers) -> None:
     """Scores all rows that are not saved yet, with a progress bar."""
-    with ProgressLine("evaluating", len(rows)) as progress, waiting("compiling, and scoring the first rows") as silence:
+    with (
+        BytesProgress("evaluating", len(rows)) as progress,
+        waiting("compiling, and scoring the first rows") as silence,
+    ):
         for done in score_all(scorer, parameters, rows, saved):
             silence.begin(None)
             if this_process() == 0:

@@ -12,7 +12,7 @@ from jax import Array
 from mtjax.config.sizes import named
 from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
-from mtjax.evaluate.rows import Row, Scores
+from mtjax.evaluate.rows import RowScores, ScoredRow
 from mtjax.families.gpt.model import GPT
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.layer_context import PADDING_MASK
@@ -65,14 +65,14 @@ class Scorer:
         steps = (SHORTEST << i for i in range(self.longest.bit_length()))
         return [n for n in steps if n < self.longest and n % multiple == 0] + [self.longest]
 
-    def batches(self, rows: Sequence[Row]) -> list[list[int]]:
+    def batches(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
         """Groups the indices of rows into batches of rows with the same shape."""
         # Each row uses the shortest compiled shape that fits.
         shapes = np.searchsorted(self.lengths, [len(row.tokens) - 1 for row in rows])
         groups = [np.flatnonzero(shapes == shape) for shape in range(len(self.lengths))]
         return [group[i : i + self.batch].tolist() for group in groups for i in range(0, len(group), self.batch)]
 
-    def score(self, parameters: Tree, rows: Sequence[Row]) -> Scores:
+    def score(self, parameters: Tree, rows: Sequence[ScoredRow]) -> RowScores:
         """Returns the scores of at most a batch of rows, summed in float64 so that they don't depend on the shape."""
         length = self.lengths[int(np.searchsorted(self.lengths, max(len(row.tokens) for row in rows) - 1))]
         tokens, labels = np.zeros((2, self.batch, length), np.int32)
@@ -90,7 +90,7 @@ class Scorer:
         # Outputs are in the zigzag order of context parallelism.
         is_scored = is_scored[:, token_order(context_degree(self.sharded_model.batch_sharding), length)]
         total = np.where(is_scored, log_probability.astype(np.float64), 0.0).sum(1)
-        return Scores(total[: len(rows)], np.all(is_best | ~is_scored, axis=1)[: len(rows)])
+        return RowScores(total[: len(rows)], np.all(is_best | ~is_scored, axis=1)[: len(rows)])
 
     def lower(self, length: int | None = None) -> jax.stages.Lowered:
         """Lowers the program for rows of a length, from abstract values."""
@@ -115,7 +115,7 @@ class Scorer:
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)
 
 
-def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[Row], saved: SavedAnswers) -> Iterator[int]:
+def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[ScoredRow], saved: SavedAnswers) -> Iterator[int]:
     """Scores the rows that are not `saved` yet, batch by batch; yields the number of rows that are done."""
     missing = [i for i in range(len(rows)) if i not in saved.answers]
     for batch in scorer.batches([rows[i] for i in missing]):

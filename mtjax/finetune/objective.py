@@ -14,7 +14,7 @@ from mtjax.finetune.labels import weights_of
 from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.pretrained import FinetuningObjective
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
-from mtjax.finetune.samples import Encoder, Samples
+from mtjax.finetune.samples import RowEncoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
 from mtjax.runtime.checkpoints.past import Past
@@ -54,7 +54,7 @@ class TaskFinetuning(FinetuningObjective):
         rows = read_task(config, self.task)
         if labels := self.task.labels_of(config, rows.train):
             config = configs.replace(config, labels=labels, num_labels=len(labels))
-        encoder = Encoder(tokenizer, config.model.family)
+        encoder = RowEncoder(tokenizer, config.model.family)
         sets = [(rows.train, "training"), *((e, f"validation{s.suffix}") for s, e in rows.held_out)]
         encoded = [self.task.encoded(examples, encoder, config, which) for examples, which in sets]
         config = self.with_text(config, max(max(e.lengths) for e in encoded), found.name, tokenizer)

@@ -13,7 +13,7 @@ from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multipl
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import Scores
 from mtjax.finetune.outputs import Outputs
-from mtjax.finetune.samples import Encoder
+from mtjax.finetune.samples import RowEncoder
 from mtjax.finetune.tasks.registry import task_of
 from mtjax.finetune.tasks.task import Encoded
 from mtjax.layout.mesh import parse_mesh
@@ -71,7 +71,7 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
     task = task_of(config)
     examples = task.examples(data, config, labelled=False)
     sharded_model = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
-    encoded = task.encoded(examples.rows, Encoder(saved.tokenizer()[1], config.model.family), config)
+    encoded = task.encoded(examples.rows, RowEncoder(saved.tokenizer()[1], config.model.family), config)
     outputs = Outputs(sharded_model).compute(
         saved.parameters(sharded_model), encoded.samples(config.model.sequence_length)
     )

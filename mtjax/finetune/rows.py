@@ -14,7 +14,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldNames:
     """Names of the fields with texts and label; several alternatives of each."""
 
     texts: tuple[tuple[str, ...], ...]
@@ -80,7 +80,7 @@ class Examples:
         return self
 
 
-def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examples:
+def read_examples(path: Path, fields: FieldNames, *, labelled: bool = True) -> Examples:
     """Reads the rows of a file; labels are optional if not `labelled`.
 
     Raises:

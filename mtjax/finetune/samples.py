@@ -80,7 +80,7 @@ class RowFormat:
         return [*first, *(i for text in texts[1:] for i in (*begin, *text, self.sep))], len(first)
 
 
-class Encoder:
+class RowEncoder:
     """Encodes texts for a family's rows.
 
     Raises:

@@ -13,7 +13,7 @@ from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multipl
 from mtjax.errors import UserError, first_line, shortened
 from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.rows import Example
-from mtjax.finetune.samples import Encoder
+from mtjax.finetune.samples import RowEncoder
 from mtjax.finetune.tasks.registry import task_of
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
@@ -58,7 +58,7 @@ def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
         raise UserError(f"--scorer {source} reads two texts, and each row has one: finetune it on one field")
     column = _column(source, label, config.finetuning.labels or (), config.model.num_labels, config.model.head)
     placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows), attach_devices(shape))
-    encoder, outputs = Encoder(saved.tokenizer()[1], config.model.family), Outputs(placed)
+    encoder, outputs = RowEncoder(saved.tokenizer()[1], config.model.family), Outputs(placed)
     parameters = saved.parameters(placed)
 
     def scores(texts: Sequence[str]) -> list[float]:

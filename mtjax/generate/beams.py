@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, Sequences, encoder_input, prompt_chunk
+from mtjax.generate.decoder import Cache, GenerationPrograms, Sequences, encoder_input, prompt_chunk
 from mtjax.generate.engine import sampling_batch
 from mtjax.generate.request import Sampling
 from mtjax.generate.sampling import MOST_LIKELY, SampledTokens
@@ -46,7 +46,7 @@ class BeamSearch:
       UserError: the sampler reports too few candidates (`MOST_LIKELY`) for so many beams and stop tokens.
     """
 
-    decoder: Decoder
+    decoder: GenerationPrograms
     beams: int
     length_penalty: float = 1.0
     stop_ids: frozenset[int] = frozenset()

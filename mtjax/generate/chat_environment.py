@@ -13,7 +13,7 @@ Spans = list[tuple[int, int]]
 """(start, end) character ranges of a rendered text."""
 
 
-class Tracking:
+class RenderState:
     """State that is recorded while a template is rendered.
 
     Attributes:
@@ -44,7 +44,7 @@ class ChatEnvironment:
           UserError: jinja2 is not installed.
         """
         jinja2, sandbox = require("jinja2", "chat"), require("jinja2.sandbox", "chat")
-        self._tracking: ContextVar[Tracking | None] = ContextVar("tracking", default=None)
+        self._tracking: ContextVar[RenderState | None] = ContextVar("tracking", default=None)
         self.jinja = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -59,9 +59,9 @@ class ChatEnvironment:
         self.jinja.globals |= {"dict": _PlainDict(), "namespace": _namespace_class()}
 
     @contextmanager
-    def tracking(self) -> Iterator[Tracking]:
+    def tracking(self) -> Iterator[RenderState]:
         """Returns a context that records the rendering inside it."""
-        tracking = Tracking()
+        tracking = RenderState()
         token = self._tracking.set(tracking)
         try:
             yield tracking

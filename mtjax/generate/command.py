@@ -12,10 +12,10 @@ from mtjax.errors import UserError, shortened
 from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.chat import ChatTemplate, Message
 from mtjax.generate.completion import Completion, Piece
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
-from mtjax.generate.jsonl import JsonLines, Line
+from mtjax.generate.jsonl import JsonLines, PromptLine
 from mtjax.generate.options import OF_ENGINES, OF_RETRIEVAL, Options, refuse
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.show import TextPrinter
@@ -60,8 +60,10 @@ def run(options: Options) -> None:
             write_with_neighbours(options, model, prompts)
             return
         refuse(options, OF_RETRIEVAL, f"a {model.family} reads no neighbours")
-        decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
-        job = Job(
+        decoder = GenerationPrograms(
+            model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids
+        )
+        job = GenerateJob(
             options, replace(model, parameters=None, grids=()), decoder
         )  # frees their memory: the decoder has converted them
         del model
@@ -100,7 +102,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
 
-def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
+def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -> None:
     """Prints, or writes to --output, the best texts of a beam search for each prompt.
 
     Raises:
@@ -129,14 +131,14 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
             lines.write(line, {"text": text, "finish_reason": ended, "score": beam.score})
 
 
-class Job:
+class GenerateJob:
     """One run of the command.
 
     Attributes:
       model: the model without its weights, which the decoder has.
     """
 
-    def __init__(self, options: Options, model: LoadedModel, decoder: Decoder) -> None:
+    def __init__(self, options: Options, model: LoadedModel, decoder: GenerationPrograms) -> None:
         self._options, self.model = options, model
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
         self._decoder = decoder
@@ -209,7 +211,7 @@ class Job:
             engine.run()
         say(f"{lines.written:,} texts added to {options.output}")
 
-    def _write(self, lines: JsonLines, line: Line, completion: Completion) -> None:
+    def _write(self, lines: JsonLines, line: PromptLine, completion: Completion) -> None:
         lines.write(line, completion.record(logprobs=self._options.logprobs))
 
     def chat(self) -> None:

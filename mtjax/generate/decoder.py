@@ -94,7 +94,7 @@ class EncoderInput:
     """Number of tokens without padding."""
 
 
-class Decoder:
+class GenerationPrograms:
     """The prefill and decode programs of a model on a mesh.
 
     A program is compiled when a shape is first used: number of sequences, cache length, chunk length.
@@ -155,7 +155,7 @@ class Decoder:
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "Decoder":
+    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
         """Builds a decoder with abstract weights, whose programs can be lowered.
 
         Raises:
@@ -345,7 +345,7 @@ def _check_model(placed: ShardedModel) -> None:
     """Checks that a model can generate text on its mesh.
 
     Raises:
-      UserError: it can't; see `Decoder`.
+      UserError: it can't; see `GenerationPrograms`.
     """
     if not hasattr(placed.family, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")

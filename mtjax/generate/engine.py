@@ -17,7 +17,7 @@ import numpy as np
 
 from mtjax.errors import UserError
 from mtjax.generate.caches import Cache, cache_length
-from mtjax.generate.decoder import Decoder, Sequences, encoder_input, prompt_chunk
+from mtjax.generate.decoder import GenerationPrograms, Sequences, encoder_input, prompt_chunk
 from mtjax.generate.prefix_cache import PrefixCache
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: GenerationPrograms,
         sequences: int = 8,
         *,
         most_waiting: int | None = None,

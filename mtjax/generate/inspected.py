@@ -19,14 +19,14 @@ from mtjax.config.storage import PLAIN, Storage
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.convert.saved_model import without_training
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.inspect import hlo
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.command import console_for
 from mtjax.inspect.compiled import MemoryStats, compile_for, memory_of
 from mtjax.inspect.options import Options
-from mtjax.inspect.report import Row, table
+from mtjax.inspect.report import CollectiveRow, table
 from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_json
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
@@ -57,7 +57,7 @@ class DecodingReport:
     """How it was compiled, if differently from how it runs."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CollectiveRow]:
         """The collectives, identical ones grouped."""
         return table(self.collectives)
 
@@ -99,7 +99,7 @@ def inspect_decoding(
     # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
-    decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), storage)
+    decoder = GenerationPrograms.abstract(ShardedModel(config, target.mesh(shape)), storage)
     if length > decoder.max_sequence_length:
         raise UserError(
             f"--context is {length}, and the model's context length is {decoder.max_sequence_length}: use at most that"
@@ -120,7 +120,7 @@ def inspect_decoding(
     return DecodingReport(config, shape, target, *sizes, *sent, memory_of(compiled), text, seconds, note)
 
 
-def _landmarks(decoder: Decoder, sequences: int) -> Landmarks:
+def _landmarks(decoder: GenerationPrograms, sequences: int) -> Landmarks:
     shapes = {record.name: record.shape for record in jax.tree.leaves(decoder.placed.records)}
     return Landmarks(shapes, logits=sequences * decoder.padded_vocab_size)
 

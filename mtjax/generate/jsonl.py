@@ -10,7 +10,7 @@ from typing import Any
 
 from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError, parse_json, shortened
 from mtjax.generate.options import Options
 from mtjax.generate.output_record import NEXT_STEP, NO_FACTS, OutputRecord
@@ -23,7 +23,7 @@ Identity = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Line:
+class PromptLine:
     """A text to be generated."""
 
     number: int
@@ -126,21 +126,21 @@ class JsonLines:
             self._record.write()
             stack.pop_all()  # the file stays open until __exit__
         self._total = self._samples * len(self._numbers)
-        self._progress = ProgressLine(f"texts for {self._source.name}", self._total).__enter__()
+        self._progress = BytesProgress(f"texts for {self._source.name}", self._total).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._progress.__exit__(*error)
         self._file.close()
 
-    def remaining(self) -> Iterator[Line]:
+    def remaining(self) -> Iterator[PromptLine]:
         """Yields the texts that the output does not have yet, in the order of the input."""
         for number in self._numbers:
             for sample in range(self._samples):
                 if (number, sample) not in self._done:
                     yield self._line(number, sample, self._lines[number])
 
-    def write(self, line: Line, fields: Mapping[str, Any]) -> None:
+    def write(self, line: PromptLine, fields: Mapping[str, Any]) -> None:
         """Appends the record of a generated text."""
         settings = {"settings": line.settings} if line.settings else {}
         record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **settings, **fields}
@@ -176,7 +176,7 @@ class JsonLines:
                     f"{sample + 1}, or {NEXT_STEP}"
                 )
 
-    def _line(self, number: int, sample: int, text: str) -> Line:
+    def _line(self, number: int, sample: int, text: str) -> PromptLine:
         where = f"{self._source}:{number + 1}"
         record = parse_json(text, where)
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
@@ -191,7 +191,7 @@ class JsonLines:
         # A line that sets a seed samples the same text whatever its line number is.
         sampling = with_text_seed(sampling, sample, 0 if "seed" in record else number)
         settings = {name: record[name] for name in self._keys if name in record}
-        return Line(number, sample, record["prompt"], sampling, tuple(stops), settings)
+        return PromptLine(number, sample, record["prompt"], sampling, tuple(stops), settings)
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:
         for name, value in given.items():

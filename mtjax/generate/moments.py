@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import layer_locations, take_layer
 from mtjax.generate.matrix_product import matrix_product
@@ -85,7 +85,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
 
         embed = jax.jit(lambda model, tokens: model.embed_new(tokens, positions, length)[0])
         hidden = [embed(model, each) for each in tokens]
-        with ProgressLine("calibrating", len(locations)) as progress:
+        with BytesProgress("calibrating", len(locations)) as progress:
             for number, (stack, index) in enumerate(locations):
                 layer = take_layer(stack, jnp.int32(index))
                 sums: dict[str, Any] = {}

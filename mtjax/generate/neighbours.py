@@ -29,7 +29,7 @@ from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.trunk import run_sections
-from mtjax.retrieval.retriever import Retriever, Source
+from mtjax.retrieval.retriever import NeighbourSource, Retriever
 from mtjax.sharding.axes import spec, use_rules
 
 NEIGHBOURS, PASSAGES, WITHOUT = "neighbours", "passages", "without_documents"
@@ -54,7 +54,7 @@ class Reading:
     neighbours: np.ndarray | None
     without: frozenset[int] = frozenset()
     front: int = 0
-    sources: list[list[Source]] = field(default_factory=list)
+    sources: list[list[NeighbourSource]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from mtjax.config.ssm import has_attention, has_state_space
 from mtjax.config.storage import SNAPSHOTS_PER_SEQUENCE
 from mtjax.generate.caches import Cache, keeps_prefix
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.request import Request
 from mtjax.generate.sequence_copies import (
     States,
@@ -61,7 +61,9 @@ class PrefixCache:
       reused: total number of prompt tokens that were not prefilled.
     """
 
-    def __init__(self, decoder: Decoder, sequences: int, chunk: int, most_snapshots: int | None = None) -> None:
+    def __init__(
+        self, decoder: GenerationPrograms, sequences: int, chunk: int, most_snapshots: int | None = None
+    ) -> None:
         model = decoder.config.model
         self._decoder, self._chunk, self._sequences = decoder, chunk, sequences
         self._has_states, self._has_attention = has_state_space(model), has_attention(model)

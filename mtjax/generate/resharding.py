@@ -41,13 +41,13 @@ class LayerwiseTransfer:
         layers = ((self._move(transfers[id(stack)], stack, np.int32(index)), 0) for stack, index in locations)
         return self._move(self._transfer(model, lambda leaf, _: leaf), model), layers
 
-    def _move(self, transfer: "Transfer", module: Any, index: Any = None) -> Any:
+    def _move(self, transfer: "Resharding", module: Any, index: Any = None) -> Any:
         """Moves a module; `index` selects a layer of a stack."""
         leaves, structure = jax.tree.flatten(module)
         moved = self._trained.on_mesh(self._call, transfer.program, leaves, index)
         return jax.tree.unflatten(structure, transfer.put(moved))
 
-    def _transfer(self, module: Any, select: Any) -> "Transfer":
+    def _transfer(self, module: Any, select: Any) -> "Resharding":
         """Builds the transfer that applies `select` to each leaf of a module and reshards the result."""
         variables = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         names = [variable.get_metadata()["axes"] for variable in variables]
@@ -63,13 +63,13 @@ class LayerwiseTransfer:
 
         shardings = [sharding(*pair) for pair in zip(variables, names, strict=True)]
         if placed.mesh.size == self._trained.mesh.size:
-            return Transfer(jax.jit(move, out_shardings=shardings), None)
+            return Resharding(jax.jit(move, out_shardings=shardings), None)
         # XLA: a program's outputs are on all of its devices. For fewer devices they are replicated, and `put` reshards.
-        return Transfer(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, REPLICATED)), shardings)
+        return Resharding(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, REPLICATED)), shardings)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Resharding:
     """A program on the training mesh, and the shardings that its outputs are put on afterwards."""
 
     program: Any

@@ -10,7 +10,7 @@ from typing import Any
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
 from mtjax.generate.completion import Completion
-from mtjax.generate.jsonl import JsonLines, Line
+from mtjax.generate.jsonl import JsonLines, PromptLine
 from mtjax.generate.neighbours import NEIGHBOURS, PASSAGES, WITHOUT, NeighbourWriter, Reading
 from mtjax.generate.options import OF_ENGINES, Options, refuse
 from mtjax.generate.request import Sampling, with_text_seed
@@ -116,7 +116,7 @@ class _Job:
         except UserError as e:
             raise UserError(f"{self._options.input}:{number + 1}: {e}") from e
 
-    def _write(self, lines: JsonLines, line: Line, completion: Completion, reading: Reading) -> None:
+    def _write(self, lines: JsonLines, line: PromptLine, completion: Completion, reading: Reading) -> None:
         record = completion.record(logprobs=self._options.logprobs)
         if self._options.sources:
             record["sources"] = [[asdict(source) for source in each] for each in reading.sources]

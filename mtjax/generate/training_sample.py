@@ -11,7 +11,7 @@ from mtjax.config.sizes import divisors, longest_text
 from mtjax.convert.saved_model import without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder, prompt_chunk
+from mtjax.generate.decoder import GenerationPrograms, prompt_chunk
 from mtjax.generate.engine import Engine, sampling_batch
 from mtjax.generate.request import Request, Sampling
 from mtjax.layout.divisibility import check_config
@@ -44,7 +44,9 @@ def continue_text(trained: ShardedModel, parameters: Tree, tokenizer: Tokenizer,
         return False
 
     if prompt_tokens.fits:
-        decoder = Decoder(generation_model(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
+        decoder = GenerationPrograms(
+            generation_model(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size
+        )
         engine = Engine(decoder, sequences=1, state_snapshots=0)
         engine.submit(Request(prompt_tokens.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=on_token))
         engine.run()
@@ -56,7 +58,7 @@ def lower_continuation(trained: ShardedModel, tokenizer: Tokenizer, prompt: str)
     prompt_tokens, programs = PromptTokens.of(trained, tokenizer, prompt), Programs({})
     if prompt_tokens.fits:
         target, size = trained.restore_target, tokenizer.vocab_size
-        decoder = Decoder(generation_model(trained), target, trained=trained, vocab_size=size, call=programs)
+        decoder = GenerationPrograms(generation_model(trained), target, trained=trained, vocab_size=size, call=programs)
         engine = Engine(decoder, sequences=1)
         request = Request(prompt_tokens.ids, SAMPLING)
         cache, sequences = decoder.empty(1, engine.cache_length_for(request))

@@ -20,7 +20,7 @@ FORWARD_TONE, BACKWARD_TONE, IDLE_TONE = 0, 4, 10
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A segment of a stacked bar."""
 
     name: str
@@ -32,7 +32,7 @@ class Bar:
     """A stacked bar."""
 
     label: str
-    parts: Sequence[Part]
+    parts: Sequence[Segment]
 
     @property
     def total(self) -> float:

@@ -73,7 +73,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Line:
+class ContractLine:
     """A line of the contract, and the collectives found for it."""
 
     required: Requirement
@@ -88,7 +88,7 @@ class Line:
 class Verdict:
     """Result of a check."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[ContractLine, ...]
     violations: tuple[str, ...]
     """One sentence for each difference; empty when the contract holds."""
     tolerated: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
     return required.line.pooled, required.line.hoisted, -required.elements, required.count
 
 
-def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is_gpu: bool) -> Line:
+def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is_gpu: bool) -> ContractLine:
     """Claims the entries that meet a line."""
     kinds = {required.line.kind} | (set() if is_gpu else set(ON_CPUS.get(required.line.kind, ())[:1]))
     fitting = [
@@ -219,12 +219,12 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         else:
             status, extra = "differs", [_total_note(required, elements, _full_stacks(claimed, landmarks))]
         if wrong:
-            return Line(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
-        return Line(required, found, elements, status, tuple(extra))
+            return ContractLine(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
+        return ContractLine(required, found, elements, status, tuple(extra))
     if found < required.count:
-        return Line(required, found, found * required.elements, "missing", (_missing_note(required, found),))
+        return ContractLine(required, found, found * required.elements, "missing", (_missing_note(required, found),))
     status = "differs" if wrong else "holds"
-    return Line(required, found, found * required.elements, status, tuple(wrong or notes))
+    return ContractLine(required, found, found * required.elements, status, tuple(wrong or notes))
 
 
 def _elements(entries: Sequence[Entry]) -> int:

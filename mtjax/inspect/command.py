@@ -43,7 +43,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
       The exit code: 1 if a program violates its contract.
     """
     quiet = options.json == Path("-")
-    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
+    job = InspectJob.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
     config = job.with_vocabulary(given)
     # A missing trace is an error before seconds of compiling.
     trace = find_trace(options.measured) if options.measured is not None else None
@@ -60,7 +60,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
 
 
 @dataclass(frozen=True)
-class Job:
+class InspectJob:
     """Settings of all programs of a command."""
 
     target: Target
@@ -72,7 +72,7 @@ class Job:
     kernels: bool | None = False
 
     @classmethod
-    def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "Job":
+    def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "InspectJob":
         """Builds the job from the options."""
         links = (_bytes(options.intra_bandwidth), _bytes(options.inter_bandwidth))
         on_other = options.time_on is not None

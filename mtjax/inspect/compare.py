@@ -12,7 +12,7 @@ from mtjax.config import Config
 from mtjax.config.run import section_by_setting
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
-from mtjax.inspect.report import Report, Row
+from mtjax.inspect.report import CollectiveRow, Report
 from mtjax.inspect.text import duration, size
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.layouts import TENSOR_RULES
@@ -94,7 +94,7 @@ def sent_bytes(report: Report, axes: str | None = None, phase: str | None = None
     )
 
 
-def _axes(row: Row) -> str:
+def _axes(row: CollectiveRow) -> str:
     return "+".join(row.axes) if row.axes is not None else "?"
 
 

@@ -10,7 +10,7 @@ from mtjax.config.float8 import PREDICTION, UNQUANTIZED, unfit_products
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo_walk import Site
 from mtjax.inspect.phases import OTHER, locate
-from mtjax.inspect.products import Product, executed_products
+from mtjax.inspect.products import BatchedMatmul, executed_products
 
 IN_16_BITS = (ADAPTER, "experts", "router", PREDICTION)
 """Scopes of matmuls of layers with weights that are not in 8 bits."""
@@ -79,13 +79,13 @@ def _is_in(scope: str, site: Site) -> bool:
     return any(scope in re.split(r"[/()]", name) for name in names)
 
 
-def _has_weight(product: Product, site: Site) -> bool:
+def _has_weight(product: BatchedMatmul, site: Site) -> bool:
     """Returns whether it multiplies by a weight that may be in 8 bits: it is not a part of attention, which multiplies
     by samples and heads, and not in the scopes of others."""
     return not product.is_flash and product.batch == 1 and not any(_is_in(scope, site) for scope in IN_16_BITS)
 
 
-def _is_left(product: Product, left: list[set[int]]) -> bool:
+def _is_left(product: BatchedMatmul, left: list[set[int]]) -> bool:
     """Returns whether it is one of the matrices whose sizes 8-bit matmuls do not support, or a gradient."""
     return any(sizes <= {product.m, product.k, product.n} for sizes in left)
 

@@ -6,7 +6,7 @@ from html import escape
 from mtjax.analysis.contract import PHASES
 from mtjax.analysis.counts import parameters
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
-from mtjax.inspect.chart import Bar, Part, bars, timeline, timetable
+from mtjax.inspect.chart import Bar, Segment, bars, timeline, timetable
 from mtjax.inspect.decision import POOR_MFU, POOR_WAIT, Decision
 from mtjax.inspect.decision import sections as decision_sections
 from mtjax.inspect.kernels.audit import KernelReport
@@ -177,8 +177,8 @@ def _sent(report: Report) -> str:
     )
 
 
-def _phase_parts(phases: Mapping[str, float]) -> list[Part]:
-    return [Part(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
+def _phase_parts(phases: Mapping[str, float]) -> list[Segment]:
+    return [Segment(phase, phases[phase]) for phase in PHASES if phases.get(phase)]
 
 
 def _stages(stages: StagesReport) -> str:
@@ -198,7 +198,7 @@ def _memory(report: Report) -> str:
     compiled = (m.parameters, m.optimizer, m.gradients, m.activations, m.other_arguments, m.outputs - m.aliased)
     formula = (f.weights, f.optimizer, f.gradients, f.kept + f.working + f.logits, f.teacher, 0)
     rows = [
-        Bar(name, [Part(kind, value) for kind, value in zip(kinds, values, strict=True) if value > 0])
+        Bar(name, [Segment(kind, value) for kind, value in zip(kinds, values, strict=True) if value > 0])
         for name, values in (("compiled", compiled), ("formula", formula))
     ]
     chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.capacity, mark_label="capacity")
@@ -212,7 +212,7 @@ def _time(t: TimeReport) -> str:
     for phase in (p for p in PHASES if p in t.phases):
         spent = t.phases[phase]
         values = zip(causes, (spent.products, spent.memory_bound, spent.exposed), strict=True)
-        rows.append(Bar(phase, [Part(cause, value) for cause, value in values if value > 0]))
+        rows.append(Bar(phase, [Segment(cause, value) for cause, value in values if value > 0]))
     chart = bars(rows, duration, legend=causes, tones=causes)
     layers = "".join(
         f"<h2>Timeline of a layer: {escape(name.removeprefix('layer '))}</h2><figure>{timeline(events)}</figure>"

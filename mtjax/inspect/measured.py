@@ -24,7 +24,7 @@ from mtjax.inspect.collectives import computes
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
-from mtjax.inspect.measured_kernels import MeasuredKernel, Ran, Work, by_kernel
+from mtjax.inspect.measured_kernels import InstructionWork, MeasuredKernel, Ran, by_kernel
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
@@ -171,10 +171,10 @@ def measure(report: Report, path: Path) -> Measured:
     return measured
 
 
-def work_of(report: Report) -> dict[str, Work]:
+def work_of(report: Report) -> dict[str, InstructionWork]:
     """Returns what each operation that a device runs does, by its name; no collectives."""
     roofline, module, sent = roofline_of(report), report.step.module, {c.name for c in report.collectives}
-    found: dict[str, Work] = {}
+    found: dict[str, InstructionWork] = {}
     for site in scheduled(module):
         if site.instruction.name in sent:
             continue
@@ -185,7 +185,7 @@ def work_of(report: Report) -> dict[str, Work]:
         before = found.get(site.instruction.name)
         if before is not None and before.predicted is not None:
             seconds = before.predicted + (seconds or 0.0)
-        found[site.instruction.name] = Work(name, seconds)
+        found[site.instruction.name] = InstructionWork(name, seconds)
     return found
 
 
@@ -200,7 +200,7 @@ def roofline_of(report: Report) -> Roofline | None:
 
 
 def by_cause(
-    report: Report, works: Mapping[str, Work], operations: Iterable[Operation], steps: int, devices: int
+    report: Report, works: Mapping[str, InstructionWork], operations: Iterable[Operation], steps: int, devices: int
 ) -> dict[str, OfCause]:
     """Returns the measured time per step by cause, with the prediction where the hardware is known."""
     roofline, sent = roofline_of(report), {c.name for c in report.collectives}

@@ -17,7 +17,7 @@ _WRAPPING = re.compile(
 )
 
 
-class Kind(NamedTuple):
+class KernelKind(NamedTuple):
     """What a kernel does: kernels of the same kind are one row."""
 
     phase: str
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 class MeasuredKernel:
     """All kernels of one kind in a step of a device."""
 
-    kind: Kind
+    kind: KernelKind
     launches: float
     """In a step."""
     measured: float
@@ -58,7 +58,7 @@ class MeasuredKernel:
 
 
 @dataclass(frozen=True)
-class Work:
+class InstructionWork:
     """What an operation of the program does in a step."""
 
     cause: str
@@ -73,7 +73,9 @@ class Ran(NamedTuple):
     seconds: float
 
 
-def by_kernel(step: CompiledStep, works: Mapping[str, Work], measured: Mapping[str, Ran]) -> tuple[MeasuredKernel, ...]:
+def by_kernel(
+    step: CompiledStep, works: Mapping[str, InstructionWork], measured: Mapping[str, Ran]
+) -> tuple[MeasuredKernel, ...]:
     """Returns the kernels of a step, those whose prediction is off by most seconds first.
 
     Args:
@@ -82,7 +84,7 @@ def by_kernel(step: CompiledStep, works: Mapping[str, Work], measured: Mapping[s
       measured: how often and how long they ran, by name.
     """
     lines = SourceLines.of(step.text)
-    found: dict[Kind, MeasuredKernel] = {}
+    found: dict[KernelKind, MeasuredKernel] = {}
     for name, kind in kinds(step.module, lines, works):
         ran, predicted = measured.get(name, Ran(0.0, 0.0)), works[name].predicted
         if ran.launches or predicted:
@@ -92,7 +94,7 @@ def by_kernel(step: CompiledStep, works: Mapping[str, Work], measured: Mapping[s
     return tuple(sorted(found.values(), key=lambda kernel: -abs(kernel.difference)))
 
 
-def kinds(module: Module, lines: SourceLines, works: Mapping[str, Work]) -> Iterator[tuple[str, Kind]]:
+def kinds(module: Module, lines: SourceLines, works: Mapping[str, InstructionWork]) -> Iterator[tuple[str, KernelKind]]:
     """Yields the name and the kind of each operation that does some work."""
     for computation in module.computations.values():
         for instruction in computation.instructions:
@@ -100,7 +102,7 @@ def kinds(module: Module, lines: SourceLines, works: Mapping[str, Work]) -> Iter
                 phase, path, _ = locate(computation, instruction)
                 source = lines.source_of(module, instruction)
                 opcode = instruction.attribute("custom_call_target") or instruction.opcode
-                yield instruction.name, Kind(phase, work.cause, short(path), source, opcode)
+                yield instruction.name, KernelKind(phase, work.cause, short(path), source, opcode)
 
 
 def short(path: str) -> str:

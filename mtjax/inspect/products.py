@@ -26,7 +26,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class BatchedMatmul:
     """`batch` matmuls [m,k] x [k,n]."""
 
     m: int
@@ -51,7 +51,7 @@ class Product:
         return Array(self.dtype, ()).bytes
 
 
-def product_of(computation: Computation, instruction: Instruction) -> Product | None:
+def product_of(computation: Computation, instruction: Instruction) -> BatchedMatmul | None:
     """Returns the matmul that an instruction computes itself, or None."""
     if instruction.opcode == "dot":
         return _dot(
@@ -81,25 +81,25 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
 
 def _dot(
     computation: Computation, instruction: Instruction, contracting: tuple[int, ...], batch: tuple[int, ...]
-) -> Product:
+) -> BatchedMatmul:
     left = computation.by_name[instruction.operands[0]].arrays[0]
     k = math.prod(left.dims[d] for d in contracting)
     batches = math.prod(left.dims[d] for d in batch)
     m = left.elements // max(k * batches, 1)
     n = instruction.arrays[0].elements // max(m * batches, 1)
-    return Product(m, k, n, batches, left.dtype)
+    return BatchedMatmul(m, k, n, batches, left.dtype)
 
 
-def _flash(computation: Computation, instruction: Instruction, target: str) -> Product:
+def _flash(computation: Computation, instruction: Instruction, target: str) -> BatchedMatmul:
     """Returns a kernel's matmuls as one: two forward, five backward, full attention; queries [b, s, heads, width]."""
     query, key, value = computation.operand_arrays(instruction)[:3]
     batch, queries, heads, width = query.dims
     # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
     widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
-    return Product(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True)
+    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True)
 
 
-def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_causal: bool) -> Product:
+def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_causal: bool) -> BatchedMatmul:
     """Returns the matmuls of one of our own attention kernels as one: two forward, four and three backward."""
     operands = computation.operand_arrays(instruction)
     query, key, value = operands[:3]
@@ -110,7 +110,7 @@ def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_
     padded = of_keys * padded_width(width) + of_values * padded_width(value.dims[3])
     own = Own(2 * pairs * padded, pairs * any(a.dtype == "u32" for a in operands))
     widths = of_keys * width + of_values * value.dims[3]
-    return Product(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own=own)
+    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own=own)
 
 
 def is_own_attention(text: str) -> bool:
@@ -118,14 +118,14 @@ def is_own_attention(text: str) -> bool:
     return _OWN.search(text) is not None
 
 
-def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[Product]:
+def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[BatchedMatmul]:
     """Returns the matmuls of an operation, with those of computations that it fuses or calls, each once."""
     direct = product_of(computation, instruction)
     callees = ((callee, inner) for callee in module.callees(instruction) for inner in callee.instructions)
     return [*([direct] if direct else []), *(p for callee in callees for p in products_of(module, *callee))]
 
 
-def executed_products(module: Module) -> Iterator[tuple[Site, Product]]:
+def executed_products(module: Module) -> Iterator[tuple[Site, BatchedMatmul]]:
     """Yields the matmuls that one device computes in a step, and where."""
     for site in walk(module):
         if (product := product_of(site.computation, site.instruction)) is not None:

@@ -14,7 +14,7 @@ from mtjax.analysis.contract import PHASES, Contract, Symbols, requirements
 from mtjax.analysis.flops import compiled_flops
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.parts.experts import exchanged_share
-from mtjax.analysis.parts.heads import Output
+from mtjax.analysis.parts.heads import OutputProjection
 from mtjax.config import Config, Model
 from mtjax.errors import UserError
 from mtjax.inspect.check import Landmarks, Verdict, check
@@ -33,7 +33,7 @@ from mtjax.sharding.param_specs import dotted
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """Collectives that differ only in their position in the program: one row of the table."""
 
     kind: str
@@ -79,7 +79,7 @@ class Report:
     """Symbols of the contract's formulas with their values, and the one-letter symbols of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CollectiveRow, ...]
     verdict: Verdict
     memory: MemoryReport
     flops: Flops
@@ -192,7 +192,7 @@ def formula_flops(step: CompiledStep) -> float:
     return compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size
 
 
-def table(collectives: Sequence[Collective]) -> list[Row]:
+def table(collectives: Sequence[Collective]) -> list[CollectiveRow]:
     """Groups collectives by phase, kind, axes and arrays; in the order of a step."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
@@ -201,10 +201,10 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
     return [_row(groups[key]) for key in sorted(groups, key=lambda k: k[0])]
 
 
-def _row(equal: list[Collective]) -> Row:
+def _row(equal: list[Collective]) -> CollectiveRow:
     """Returns the row of equal collectives."""
     first = equal[0]
-    return Row(
+    return CollectiveRow(
         kind=first.kind,
         axes=first.axes,
         phase=first.phase,
@@ -222,7 +222,7 @@ def _row(equal: list[Collective]) -> Row:
 
 def landmarks(step: CompiledStep) -> Landmarks:
     """Returns the sizes by which unexpected arrays of this step are recognised."""
-    outputs = (part for part in step.anatomy.head if isinstance(part, Output))
+    outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjection))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
     stacks = {r.name: NamedSharding(step.program.mesh, r.compute_spec).shard_shape(r.shape) for r in stacked}

@@ -25,7 +25,7 @@ from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import executions, is_choice
 from mtjax.inspect.phases import OTHER, locate
-from mtjax.inspect.products import Product, products_of
+from mtjax.inspect.products import BatchedMatmul, products_of
 from mtjax.inspect.traffic import bytes_moved
 
 
@@ -76,7 +76,7 @@ Taken = frozenset[str]
 NONE_TAKEN: Taken = frozenset()
 
 
-class Run(NamedTuple):
+class Execution(NamedTuple):
     """What an instruction runs, and how often."""
 
     computation: Computation
@@ -131,7 +131,7 @@ class Roofline:
             self.walked[key] = _Clock(self, computation, key[1]).run()
         return self.walked[key]
 
-    def runs(self, instruction: Instruction, taken: Taken) -> Iterator[Run]:
+    def runs(self, instruction: Instruction, taken: Taken) -> Iterator[Execution]:
         """Yields what a loop, a call or a conditional runs.
 
         Loops run their body as often as XLA says, a loop over ticks with the branches of the slowest stage in each
@@ -149,7 +149,7 @@ class Roofline:
             elif is_choice(instruction):
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c)]
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
-            yield Run(slowest, taken, 1)
+            yield Execution(slowest, taken, 1)
             return
         times, _ = executions(instruction)
         condition = (instruction.attribute("condition") or "").lstrip("%")
@@ -158,9 +158,9 @@ class Roofline:
                 continue
             if instruction.opcode == "while" and (inner := self._branches_on_stage(callee)):
                 ticks = Counter(self._slowest(callee, inner, tick) for tick in range(times))
-                yield from (Run(callee, of_tick, count) for of_tick, count in ticks.items())
+                yield from (Execution(callee, of_tick, count) for of_tick, count in ticks.items())
             else:
-                yield Run(callee, taken, times)
+                yield Execution(callee, taken, times)
 
     def _slowest(self, body: Computation, inner: Taken, tick: int) -> Taken:
         """The branches that the stage takes that needs longest for a tick."""
@@ -192,7 +192,7 @@ class Roofline:
         others = self.by_instructions.get(instruction.name, 0.0)
         return max(computing, moving, others, self.launch), computing >= moving
 
-    def product_seconds(self, product: Product) -> float:
+    def product_seconds(self, product: BatchedMatmul) -> float:
         """Seconds of a product."""
         machine = self.machines[4 if product.element_bytes == 4 else 2]
         if product.own:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mtjax.analysis.memory import Memory
-from mtjax.inspect.check import Line, Verdict
+from mtjax.inspect.check import ContractLine, Verdict
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.kernels.show import kernels_json
 from mtjax.inspect.measured import Measured
@@ -110,7 +110,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: ContractLine) -> dict[str, Any]:
     asked = line.required.line
     return {
         "phase": asked.phase,

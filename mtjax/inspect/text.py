@@ -11,12 +11,12 @@ from mtjax.analysis.contract import Contract
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.causes import LABELS, STACKS, by_cause
-from mtjax.inspect.check import Line, Verdict
+from mtjax.inspect.check import ContractLine, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.kernels.show import KERNEL_HEADS, guessed_text, kernel_notes, kernel_rows
 from mtjax.inspect.kinds import kinds_text
 from mtjax.inspect.predict import TimeReport
-from mtjax.inspect.report import Report, Row
+from mtjax.inspect.report import CollectiveRow, Report
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.inspect.units import duration, size
 from mtjax.plan import timeline
@@ -78,7 +78,7 @@ def xla_options_line(chosen: Chosen) -> str:
     return f"XLA options: {options or 'none'}{unknown}\n" if options or unknown else ""
 
 
-def collectives_table(rows: Iterable[Row]) -> Table:
+def collectives_table(rows: Iterable[CollectiveRow]) -> Table:
     """Builds the table of all collectives of a step."""
     table = Table(title="Collectives of a step", title_justify="left", title_style="bold")
     table.add_column("phase")
@@ -142,13 +142,13 @@ def contract_notes(report: Checked) -> list[str]:
     return [verdict, *violations, *(f"tolerated: {escape(t)}" for t in report.verdict.tolerated)]
 
 
-def _compiled(line: Line) -> str:
+def _compiled(line: ContractLine) -> str:
     if line.required.line.pooled:
         return f"{line.found_elements:,} in {line.found}"
     return str(line.found)
 
 
-def _mark(line: Line) -> str:
+def _mark(line: ContractLine) -> str:
     notes = "; ".join(escape(n) for n in line.notes)
     return {"holds": f"ok {notes}", "missing": "[red]missing[/]", "differs": "[red]differs[/]"}[line.status].strip()
 

@@ -23,6 +23,9 @@ HOPPER: Capability = (9, 0)
 AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
+FEWEST_PACKED, MOST_PACKED = 2048, 8192
+"""Tokens of the samples in which `auto` takes cuDNN's kernel for documents: shorter ones often have more of them than
+`documents_at_most`, and what it saves for the backward pass grows with the square of the sample."""
 LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
 """Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
 time (docs/notes/speed.md)."""
@@ -36,6 +39,8 @@ PALLAS_BLOCK = 64
 """Queries and keys of a block of the kernel `pallas`."""
 PALLAS_WIDEST = 128
 """Widest heads of that kernel: a block of wider ones does not fit a multiprocessor's registers."""
+MEASURED_WIDTH = 64
+"""Heads for which it was measured on a GPU."""
 FORWARD, KEYS_BACKWARD, QUERIES_BACKWARD = "attention_forward", "attention_backward_keys", "attention_backward_queries"
 """Names of that kernel's parts in a compiled program."""
 CAUSAL = "_causal"
@@ -83,6 +88,8 @@ def choose_kernel(
     if requested == "pallas":
         here = reason or next(_not_pallas(config, platform, capability, context), None)
         return ("xla" if reason else "blocks", here) if here else ("pallas", None)
+    if requested == "auto" and not reason and _gains_by_pallas(config, platform, capability, context):
+        return "pallas", None
     # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
     never = next(_never_cudnn(config, platform), None) or reason
     here = never or next(_not_cudnn(config, capability, context), None)
@@ -127,7 +134,7 @@ def _without_largest_scores(config: Config) -> Iterator[str]:
 def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
     """Yields what rules out cuDNN's kernel on these GPUs."""
     yield from _without_largest_scores(config)
-    width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
+    width, widest, tokens = head_dim(config.model), 256 if capability >= HOPPER else 128, config.model.sequence_length
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
     if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
@@ -139,11 +146,12 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
     if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
         yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
-    # On a GPU compared for 256 tokens, two documents and heads of 64 only (benchmarks/gpu_kit/features.py). What it
-    # saves grows with the square of the sample.
-    if config.data.reset_attention_mask and config.model.attention != "cudnn":
+    is_windowed = any(windowed_layers(config.model))
+    # Compared on an H100 for up to 8 documents in 2,048 tokens and heads of 128 (docs/gpu.md).
+    is_compared = capability == HOPPER and FEWEST_PACKED <= tokens <= MOST_PACKED and width <= 128 and not is_windowed
+    if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_compared:
         yield "its mask at document boundaries must be asked for"
-    if any(windowed_layers(config.model)) and context > 1:
+    if is_windowed and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":
         yield "it adds no bias to the scores, and position is alibi"
@@ -177,6 +185,20 @@ def _not_pallas(config: Config, platform: str, capability: Capability, context: 
         "sinks (attention_sinks)": model.attention_sinks,
     }
     yield from (f"it has no {name}" for name, is_set in without.items() if is_set)
+
+
+def _gains_by_pallas(config: Config, platform: str, capability: Capability, context: int) -> bool:
+    """Returns whether `auto` takes the kernel `pallas` for its dropout: only what was measured (docs/gpu.md)."""
+    model = config.model
+    was_measured = (
+        capability == HOPPER
+        and is_decoder(model)
+        and head_dim(model) == MEASURED_WIDTH
+        and model.num_kv_heads in (None, model.num_heads)
+        and not config.data.reset_attention_mask
+        and not config.training.deterministic
+    )
+    return model.attention_dropout > 0 and was_measured and not any(_not_pallas(config, platform, capability, context))
 
 
 def padded_width(width: int) -> int:

@@ -64,7 +64,7 @@ def optimizer_states(config: Config) -> OptimizerStates:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class MatrixDims:
     """The dimensions of an array of stacked matrices."""
 
     stacked: tuple[int, ...]
@@ -77,7 +77,7 @@ class Matrices:
         return stacked, rows, columns
 
 
-def matrices_of(names: tuple[str, ...]) -> Matrices | None:
+def matrices_of(names: tuple[str, ...]) -> MatrixDims | None:
     """Returns the dimensions of a parameter whose matrices Muon orthogonalizes, each layer's, expert's, and each of
     query, key, value and of a gated MLP's two by itself; None for a parameter that AdamW updates.
 
@@ -96,7 +96,7 @@ def matrices_of(names: tuple[str, ...]) -> Matrices | None:
     if len(groups) != 2:
         return None
     stacked = tuple(i for i, name in enumerate(names) if name in STACKED)
-    return Matrices(stacked, tuple(groups[0]), tuple(groups[1]))
+    return MatrixDims(stacked, tuple(groups[0]), tuple(groups[1]))
 
 
 def factored_dimensions(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
-from mtjax.config.layer_pattern import Run, loops_of_pattern, runs_of
+from mtjax.config.layer_pattern import LayerRun, loops_of_pattern, runs_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import LoopOverLayers, can_prefetch, loops_of
@@ -140,11 +140,11 @@ class PatternLoop:
         """
         reports = []
         for unit, times in runs_of(letters):
-            carry, report = self.run(Run(unit, times), done, carry)
+            carry, report = self.run(LayerRun(unit, times), done, carry)
             reports += [] if report is None else [report]
         return carry, reports
 
-    def run(self, run: Run, done: dict[str, int], carry: Carry) -> tuple[Carry, State]:
+    def run(self, run: LayerRun, done: dict[str, int], carry: Carry) -> tuple[Carry, State]:
         """Runs a loop.
 
         Args:

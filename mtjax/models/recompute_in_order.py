@@ -24,7 +24,7 @@ Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
 
 
-class Tokens(NamedTuple):
+class OrderTokens(NamedTuple):
     """Arrays, a number of each rank, that layers pass on unchanged. Their cotangents are not derivatives: XLA can't
     compute them before the gradients of a layer."""
 
@@ -59,7 +59,7 @@ def run_in_order(
     example = LayerInputs(layers[0], numbers[0], states[0])
     closed = {run: jax.closure_convert(run, x, example) for run in dict.fromkeys(runs)}
     saved = {run: (saving(function), constants) for run, (function, constants) in closed.items()}
-    after, tokens = [], Tokens(_no_token(x), _no_token(x))
+    after, tokens = [], OrderTokens(_no_token(x), _no_token(x))
     for i, layer in enumerate(layers):
         function, constants = saved[runs[i]]
         x, tokens, state = cast(Any, _run(function, x, tokens, (LayerInputs(layer, numbers[i], states[i]), *constants)))
@@ -68,22 +68,22 @@ def run_in_order(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(run: Run, x: Array, tokens: Tokens, inputs: tuple[Any, ...]) -> tuple[Array, Tokens, Tree]:
+def _run(run: Run, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Array, OrderTokens, Tree]:
     """Returns hidden states, `tokens` and the layer's state."""
     x, state = run(x, *inputs)
     return x, tokens, state
 
 
-def _run_forward(run: Run, x: Array, tokens: Tokens, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _run_forward(run: Run, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     return _run(run, x, tokens, inputs), (x, inputs)
 
 
-def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, Tokens, Tree]) -> tuple[Any, ...]:
+def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, OrderTokens, Tree]) -> tuple[Any, ...]:
     """Recomputes the layer from its input, [batch, act_seq, embed]; returns the gradients of its inputs, and tokens."""
     (x, inputs), (gradient, tokens, state) = saved, cotangents
     _, vjp = jax.vjp(run, after((gradient, tokens.next_above), x), *inputs)
     gradient, *others = vjp((gradient, state))
-    return gradient, Tokens(_token_of(others, tokens.above), tokens.above), tuple(others)
+    return gradient, OrderTokens(_token_of(others, tokens.above), tokens.above), tuple(others)
 
 
 _run.defvjp(_run_forward, _run_backward)

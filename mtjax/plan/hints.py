@@ -46,7 +46,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
     asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
-    if plan.flash_attention or run.model.attention not in ("auto", "cudnn"):
+    if (plan.flash_attention and not plan.pallas_attention) or run.model.attention not in ("auto", "cudnn"):
         return None
     if _kernel(without, plan, server) == "cudnn":
         why = f"attention_dropout {dropout:g} rules out cuDNN's flash attention, which has no dropout on probabilities"
@@ -58,12 +58,15 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
         return None
     now = step_time(anatomy, plan, server).total
     recompute = "none" if plan.recompute == "selective" else plan.recompute
-    fused = _changed(plan, run, flash_attention=True, attention_dropout=False, recompute=recompute)
+    fused = _changed(
+        plan, run, flash_attention=True, pallas_attention=False, attention_dropout=False, recompute=recompute
+    )
     then = step_time(anatomy, fused, server).total
     if now - then < WORTH_SAYING * now:
         return None
     hint = f"{why}: with {options} a step takes {seconds(then)} instead of {seconds(now)}"
-    if not dropout or _kernel(config.replace(run, attention="pallas"), plan, server) != "pallas":
+    asks_for_own = config.replace(run, attention="pallas")
+    if not dropout or plan.pallas_attention or _kernel(asks_for_own, plan, server) != "pallas":
         return hint
     own = _changed(plan, run, flash_attention=True, pallas_attention=True, recompute=recompute)
     return f"{hint}; with --attention pallas, which has this dropout, {seconds(step_time(anatomy, own, server).total)}"

@@ -98,7 +98,7 @@ def megatron_v1(constants: Constants | None = None) -> Point:
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A row of a published weak-scaling table."""
 
     name: str
@@ -117,25 +117,25 @@ class Run:
 
 
 _A100 = (
-    Run("1.7B", 24, 2304, 24, parse_mesh("32x1x1"), 512, 137.0),
-    Run("3.6B", 30, 3072, 32, parse_mesh("32x1x2"), 512, 138.0),
-    Run("7.5B", 36, 4096, 32, parse_mesh("32x1x4"), 512, 142.0),
-    Run("18.4B", 40, 6144, 48, parse_mesh("32x1x8"), 1024, 135.0),
-    Run("39.1B", 48, 8192, 64, parse_mesh("32x2x8"), 1536, 138.0),
-    Run("76.1B", 60, 10240, 80, parse_mesh("32x4x8"), 1792, 140.0),
-    Run("145.6B", 80, 12288, 96, parse_mesh("24x8x8"), 2304, 148.0),
-    Run("310.1B", 96, 16384, 128, parse_mesh("15x16x8"), 2160, 155.0),
-    Run("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
-    Run("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
+    PublishedRun("1.7B", 24, 2304, 24, parse_mesh("32x1x1"), 512, 137.0),
+    PublishedRun("3.6B", 30, 3072, 32, parse_mesh("32x1x2"), 512, 138.0),
+    PublishedRun("7.5B", 36, 4096, 32, parse_mesh("32x1x4"), 512, 142.0),
+    PublishedRun("18.4B", 40, 6144, 48, parse_mesh("32x1x8"), 1024, 135.0),
+    PublishedRun("39.1B", 48, 8192, 64, parse_mesh("32x2x8"), 1536, 138.0),
+    PublishedRun("76.1B", 60, 10240, 80, parse_mesh("32x4x8"), 1792, 140.0),
+    PublishedRun("145.6B", 80, 12288, 96, parse_mesh("24x8x8"), 2304, 148.0),
+    PublishedRun("310.1B", 96, 16384, 128, parse_mesh("15x16x8"), 2160, 155.0),
+    PublishedRun("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
+    PublishedRun("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
 STAGED = tuple(run for run in _A100 if run.mesh.has_pipeline)
 """The rows of Table 1 of arXiv 2104.04473 with pipeline parallelism."""
 _H100 = (
-    Run("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
-    Run("7.1B", 30, 4096, 32, parse_mesh("48x1x2"), 192, 466.0),
-    Run("16B", 32, 6144, 48, parse_mesh("48x1x4"), 192, 489.0),
-    Run("70B", 84, 8192, 64, parse_mesh("48x2x8"), 384, 420.0),
-    Run("177B", 96, 12288, 96, parse_mesh("48x6x8"), 1152, 433.0),
+    PublishedRun("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
+    PublishedRun("7.1B", 30, 4096, 32, parse_mesh("48x1x2"), 192, 466.0),
+    PublishedRun("16B", 32, 6144, 48, parse_mesh("48x1x4"), 192, 489.0),
+    PublishedRun("70B", 84, 8192, 64, parse_mesh("48x2x8"), 384, 420.0),
+    PublishedRun("177B", 96, 12288, 96, parse_mesh("48x6x8"), 1152, 433.0),
 )
 
 

@@ -12,7 +12,7 @@ from mtjax.retrieval.embeddings import Embeddings
 from mtjax.retrieval.exact import ExactIndex
 from mtjax.retrieval.faiss_index import FaissIndex
 from mtjax.retrieval.kind import EXACT, IndexKind
-from mtjax.retrieval.vectors import Index, Part, Vectors
+from mtjax.retrieval.vectors import Index, VectorRange, Vectors
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def vectors_of(database: ChunkDatabase, embeddings: Sequence[Embeddings], bounds
         first_document = int(database.first_documents[number])
         base, _ = database.chunks_of(first_document, first_document)
         first, last = database.chunks_of(first_document + begin, first_document + end)
-        parts.append(Part(each.rows, first - base, last - base, base))
+        parts.append(VectorRange(each.rows, first - base, last - base, base))
     return Vectors(parts)
 
 

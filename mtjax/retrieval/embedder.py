@@ -15,7 +15,7 @@ from mtjax.data.cache import digest
 from mtjax.data.tokens.identity import content_digest
 from mtjax.errors import UserError
 from mtjax.families.bert.model import Encoder as BERTEncoder
-from mtjax.finetune.samples import Encoder
+from mtjax.finetune.samples import RowEncoder
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.project import reshard_sequence
@@ -78,7 +78,7 @@ class Embedder:
             raise UserError(
                 f"the mesh {mesh} has pipeline stages or context ranks, and an embedder runs without: take DATAxMODEL"
             )
-        self._encoder = Encoder(self._saved.tokenizer()[1], model.family)
+        self._encoder = RowEncoder(self._saved.tokenizer()[1], model.family)
         self._batch = config.training.global_batch_size
         self._mine = process_rows(self._placed.batch_sharding, self._batch)
 

@@ -9,7 +9,7 @@ import numpy as np
 from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.neighbours.chunks import ChunkDatabase
 from mtjax.data.neighbours.stored import open_array, sealed, unsealed
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.tokens.identity import content_digest
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -146,7 +146,7 @@ def embed_corpus(
     )
     identity = {**asdict(header), "corpus": "", "embedder": ""}
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)
-    with rows.opened(), ProgressLine(f"embedding {corpus.prefix}", len(database)) as progress:
+    with rows.opened(), BytesProgress(f"embedding {corpus.prefix}", len(database)) as progress:
         while rows.done < len(database):
             numbers = range(rows.done, min(rows.done + block, len(database)))
             texts = [text_of_chunk(database.tokens(number), tokenizer, corpus.prefix) for number in numbers]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mtjax.data.cache import digest
-from mtjax.data.progress import ProgressLine, say
+from mtjax.data.progress import BytesProgress, say
 from mtjax.errors import UserError, first_line, require
 from mtjax.retrieval.vectors import Vectors
 
@@ -90,7 +90,7 @@ class FaissIndex:
             raise UserError(
                 f"--index {self._factory} can't be trained on {len(chosen):,} vectors ({_reason(e)}): take fewer cells"
             ) from e
-        with ProgressLine(f"filling {self._factory}", len(self._vectors)) as progress:
+        with BytesProgress(f"filling {self._factory}", len(self._vectors)) as progress:
             for place, block in self._vectors.blocks(BLOCK):
                 index.add(block.astype(np.float32))
                 progress.update(place + len(block))

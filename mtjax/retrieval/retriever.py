@@ -24,7 +24,7 @@ from mtjax.retrieval.search import find
 
 
 @dataclass(frozen=True)
-class Source:
+class NeighbourSource:
     """A neighbour, by its place in the database.
 
     Attributes:
@@ -160,7 +160,7 @@ class Retriever:
         documents."""
         return self.database.chunks.padded(numbers, self._retrieved, self._tokenizer.eod, self._tokenizer.vocab_size)
 
-    def sources(self, numbers: np.ndarray, distances: np.ndarray) -> list[Source]:
+    def sources(self, numbers: np.ndarray, distances: np.ndarray) -> list[NeighbourSource]:
         """Returns the places of a chunk's neighbours, without those that are missing."""
         return [
             self._source(number, distance)
@@ -168,14 +168,14 @@ class Retriever:
             if number >= 0
         ]
 
-    def _source(self, number: int, distance: float) -> Source:
+    def _source(self, number: int, distance: float) -> NeighbourSource:
         chunks = self.database.chunks
         document = int(chunks.documents(np.array(number)))
         place = int(np.searchsorted(chunks.first_documents, document, side="right")) - 1
         token = (number - chunks.chunks_of(document, document)[0]) * chunks.chunk
         corpus = chunks.corpora[place].prefix
         text = text_of_chunk(chunks.tokens(number, self._retrieved), self._tokenizer, corpus)
-        return Source(str(corpus), document - int(chunks.first_documents[place]), token, distance, text)
+        return NeighbourSource(str(corpus), document - int(chunks.first_documents[place]), token, distance, text)
 
 
 def _split(name: str) -> tuple[str | None, int]:

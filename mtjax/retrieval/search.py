@@ -9,11 +9,11 @@ import numpy as np
 
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.neighbours.chunks import ChunkDatabase
-from mtjax.data.neighbours.header import Header, Settings, header_path, rows_path, sums_path
+from mtjax.data.neighbours.header import Header, SampleSettings, header_path, rows_path, sums_path
 from mtjax.data.neighbours.overlap import shares_run
 from mtjax.data.neighbours.reader import checksum
 from mtjax.data.neighbours.samples import documents_of
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.retrieval.database import Database
@@ -32,7 +32,7 @@ Keeps = Callable[[int, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Rules:
+class NeighbourRules:
     """Which neighbours there are.
 
     Attributes:
@@ -82,7 +82,7 @@ def find(
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuerySamples:
     """The samples of a split, whose chunks have neighbours.
 
     Attributes:
@@ -97,7 +97,7 @@ class Asking:
     dataset: Dataset
     count: int
     split: str
-    settings: Settings
+    settings: SampleSettings
     tokenizer: Tokenizer
     embedder: Embedder
 
@@ -114,7 +114,7 @@ class Asking:
 
 
 def of_samples(
-    asking: Asking, database: Database, rules: Rules, prefix: Path, kind: str, block: int = BLOCK
+    asking: QuerySamples, database: Database, rules: NeighbourRules, prefix: Path, kind: str, block: int = BLOCK
 ) -> tuple[Header, np.ndarray]:
     """Writes the neighbours of all chunks of a run's samples; the same call continues after an interruption.
 
@@ -139,7 +139,7 @@ def of_samples(
     dtype = "<i4" if len(database.chunks) < 2**31 else "<i8"
     rows = RowsFile(rows_path(prefix, split), (header.rows, rules.neighbours), dtype, asdict(header))
     sums = RowsFile(sums_path(prefix, split), (asking.count, 2), "<u4", asdict(header))
-    with rows.opened(), sums.opened(), ProgressLine(f"neighbours of {split} samples", asking.count) as progress:
+    with rows.opened(), sums.opened(), BytesProgress(f"neighbours of {split} samples", asking.count) as progress:
         done = min(rows.done // chunks, sums.done)
         rows.rewind(done * chunks)
         sums.rewind(done)
@@ -171,7 +171,7 @@ def _keeps(
     numbers: range,
     tokens: np.ndarray,
     database: ChunkDatabase,
-    rules: Rules,
+    rules: NeighbourRules,
 ) -> Keeps:
     """Drops chunks of a sample's own documents, and as the rules say those that overlap with the next chunk."""
     own = [database.numbers(*documents_of(dataset, number)) for number in numbers]
@@ -197,7 +197,7 @@ def of_corpus(
     corpus: IndexedDataset,
     embeddings: Embeddings,
     database: Database,
-    rules: Rules,
+    rules: NeighbourRules,
     path: Path,
     kind: str,
     block: int = BLOCK,
@@ -221,7 +221,7 @@ def of_corpus(
     shape = (len(own), rules.neighbours)
     rows = RowsFile(path, shape, "<i8", identity)
     distances = RowsFile(path.with_suffix(".distances.npy"), shape, "<f4", identity)
-    with rows.opened(), distances.opened(), ProgressLine("searching neighbours", len(own)) as progress:
+    with rows.opened(), distances.opened(), BytesProgress("searching neighbours", len(own)) as progress:
         done = min(rows.done, distances.done)
         rows.rewind(done)
         distances.rewind(done)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 
-class Part(NamedTuple):
+class VectorRange(NamedTuple):
     """Rows `begin` to `end` of a file: chunks `first` + `begin` to `first` + `end` of the database."""
 
     rows: np.ndarray
@@ -22,7 +22,7 @@ class Vectors:
       width: of a vector.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[VectorRange]) -> None:
         self.parts, self.width = [part for part in parts if part.end > part.begin], parts[0].rows.shape[1]
         self._ends = np.cumsum([part.end - part.begin for part in self.parts], dtype=np.int64)
 

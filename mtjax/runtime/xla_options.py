@@ -23,7 +23,7 @@ from mtjax.layout.stacks import sections_of
 
 
 @dataclass(frozen=True)
-class Option:
+class XLAOption:
     """A field of XLA's DebugOptions."""
 
     name: str
@@ -43,13 +43,13 @@ class Option:
 
 
 OVERLAP = (
-    Option(
+    XLAOption(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
         "begins a collective as soon as its operands are ready, and waits for it where its result is needed",
         "0.10.2, on by default",
     ),
-    Option(
+    XLAOption(
         "xla_gpu_enable_pipelined_reduce_scatter",
         True,
         "moves a reduce-scatter at the end of a loop's body into the next iteration, behind its matmuls: ZeRO's "
@@ -59,7 +59,7 @@ OVERLAP = (
     ),
 )
 UNROLLED = (
-    Option(
+    XLAOption(
         "xla_gpu_enable_triton_gemm",
         False,
         "matmuls use cuBLAS, which accumulates gradients as it writes them; XLA's Triton kernels would be compiled "
@@ -69,7 +69,7 @@ UNROLLED = (
 )
 """With `unroll_layers`, which has no loop over layers."""
 FLOAT8 = (
-    Option(
+    XLAOption(
         "xla_gpu_enable_triton_gemm",
         False,
         "matmuls of 8-bit operands are cuBLASLt's; XLA's Triton kernels would compute those with scales in 16 bits",
@@ -78,7 +78,7 @@ FLOAT8 = (
 )
 """With `fp8`."""
 PIPELINED_ALL_REDUCE = (
-    Option(
+    XLAOption(
         "xla_gpu_enable_pipelined_all_reduce",
         True,
         "the same for an all-reduce, which with sequence parallelism is only one of gradients; without, it is also "
@@ -95,18 +95,18 @@ docs/inspect.md and docs/notes/speed.md list options that are not set, and the e
 """
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
 CONCURRENT = (
-    Option(
+    XLAOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
         "gradients and ZeRO's parameters are sent between servers while activations are sent inside one; otherwise "
         "each collective waits for the one before it",
         "0.10.2, 1 by default",
     ),
-    Option(MULTI_STREAMING, True, "each on a separate CUDA stream: on one stream they would still wait", "0.10.2"),
+    XLAOption(MULTI_STREAMING, True, "each on a separate CUDA stream: on one stream they would still wait", "0.10.2"),
 )
 """In addition, with data and tensor parallelism over several servers, whose collectives use different links."""
 PREFETCH = (
-    Option(
+    XLAOption(
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
         "prefetches a layer's parameters when the layer before it begins, and reduces its gradients when the layer "
@@ -114,20 +114,20 @@ PREFETCH = (
         "0.10.2, off by default",
         until=(0, 12),
     ),
-    Option(
+    XLAOption(
         "xla_gpu_all_gather_combine_threshold_bytes",
         1 << 28,
         "all parameters of a layer in one all-gather: XLA has only one collective over the same ranks in flight at a "
         "time, and with several it waits for the first where the second begins",
         "0.10.2, 30 MB by default",
     ),
-    Option(
+    XLAOption(
         "xla_gpu_all_reduce_combine_threshold_bytes",
         1 << 28,
         "the same for a layer's gradients if they are all-reduced",
         "0.10.2, 30 MB by default",
     ),
-    Option(
+    XLAOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         3,
         "parameters, gradients and other traffic of a layer, such as tokens to experts, can be in flight at a time; a "
@@ -140,7 +140,7 @@ computes."""
 EARLY = (replace(PREFETCH[0], since=(0, 12), until=(99, 0)),)
 """In addition by jax 0.12 without ZeRO. Its XLA hides less with it of ZeRO-3, and as much of ZeRO-1."""
 STAGES = (
-    Option(
+    XLAOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         3,
         "a collective-permute between pipeline stages can be in flight with two other collectives, and so overlap "
@@ -150,7 +150,7 @@ STAGES = (
 )
 """In addition, with pipeline parallelism."""
 CONTEXT = (
-    Option(
+    XLAOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
         "keys, values and their gradients are sent between context parallel ranks at the same time, while attention "
@@ -160,7 +160,7 @@ CONTEXT = (
 )
 """In addition, with context parallelism."""
 SECTIONS = (
-    Option(
+    XLAOption(
         "xla_gpu_copy_insertion_use_region_analysis",
         True,
         "finds that a stage works on either the encoder's or the decoder's stack at a time, so that their gradients "
@@ -173,14 +173,14 @@ SECTIONS = (
 
 DETERMINISTIC = (
     (
-        Option(
+        XLAOption(
             "xla_gpu_deterministic_ops",
             True,
             "no operation whose bits depend on the order of threads, and no choice of kernels by measurement "
             "(autotuning)",
             "0.10.2, off by default",
         ),
-        Option(
+        XLAOption(
             "xla_gpu_enable_triton_gemm",
             False,
             "matmuls use cuBLAS: without a GPU, XLA finds no settings for its Triton kernels without measurement",
@@ -189,14 +189,14 @@ DETERMINISTIC = (
         ),
     ),
     (
-        Option("xla_gpu_exclude_nondeterministic_ops", True, "the first half of it", "0.10.2, off by default"),
-        Option("xla_gpu_autotune_level", 0, "the second half", "0.10.2, 4 by default"),
+        XLAOption("xla_gpu_exclude_nondeterministic_ops", True, "the first half of it", "0.10.2, off by default"),
+        XLAOption("xla_gpu_autotune_level", 0, "the second half", "0.10.2, 4 by default"),
     ),
 )
 """Tables that make a step deterministic, the preferred one first: XLA must know all options of one of them."""
 
 CPU = (
-    Option(
+    XLAOption(
         "xla_cpu_copy_insertion_use_region_analysis",
         True,
         "finds an order in which parameters are updated before new moments overwrite the old ones; without it all "
@@ -207,7 +207,7 @@ CPU = (
 
 
 TRACED = (
-    Option(
+    XLAOption(
         "xla_gpu_enable_command_buffer",
         "",
         "each kernel is launched by itself: a trace does not name the operations in a CUDA graph. On an H200, steps of "
@@ -290,7 +290,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
 
 
 @cache
-def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
+def accepted(table: tuple[XLAOption, ...], device: Any) -> Chosen:
     """Returns the options of a table that the installed version needs and accepts, tested by compiling a tiny program
     with each of them for a device."""
     table = tuple(option for option in table if option.is_needed)
@@ -298,7 +298,7 @@ def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 
 
-def _compiles(options: Iterable[Option], device: Any) -> bool:
+def _compiles(options: Iterable[XLAOption], device: Any) -> bool:
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     with warnings.catch_warnings():
         # jax warns that a program for a compile-only device can't be loaded from its cache.

@@ -11,7 +11,7 @@ from mtjax.config import Parallel
 from mtjax.data.json_lines import read_lines
 from mtjax.data.progress import say
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.layout.mesh import check_generation_mesh, parse_mesh
@@ -21,7 +21,7 @@ from mtjax.runtime.processes.peers import Peers
 from mtjax.serve.host import Host
 from mtjax.serve.options import KEYS, Options
 from mtjax.serve.replicas import Replica, ReplicaEngine, replica_engines, replicas_on, run_worker
-from mtjax.serve.server import Server, address_of, listen
+from mtjax.serve.server import HTTPServer, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
 
@@ -87,7 +87,7 @@ def load(options: Options, processes: int) -> Loaded:
     engines = []
     for replica in local:
         placed = model if replica is local[0] else model.on(replica.mesh)
-        decoder = Decoder(
+        decoder = GenerationPrograms(
             placed.placed, placed.parameters, placed.start_id, storage=options.storage, grids=placed.grids
         )
         engines.append(Engine(decoder, options.batch, state_snapshots=options.state_snapshots))
@@ -118,7 +118,7 @@ def serve(
         access = f"{len(keys)} API key{'s' * (len(keys) > 1)}" if keys else "no API key is required"
         say(f"ready   {service.name!r} at {address_of(bound)} ({access})")
 
-    Server(service, options.drain_seconds, ready).run([bound])
+    HTTPServer(service, options.drain_seconds, ready).run([bound])
     if host.failure is not None:
         raise host.failure
     say("stopped")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mtjax.errors import UserError, first_line
 from mtjax.generate.beams import Beam, BeamSearch
 from mtjax.generate.completion import Piece
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.serve.api_error import ApiError
@@ -225,7 +225,7 @@ class Host:
         return found
 
     @property
-    def decoder(self) -> Decoder | None:
+    def decoder(self) -> GenerationPrograms | None:
         """The first replica's decoder, for beam search; None if the replica spans multiple processes."""
         return self._engine.decoder if isinstance(self._engine, Engine) else None
 

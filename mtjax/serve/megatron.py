@@ -70,7 +70,9 @@ async def generate(service: Service, request: HttpRequest) -> Response:
     ends = await _ends(service, parsed)
     texts = [
         # As in Megatron-LM, all texts end at the same position: shorter prompts get more tokens.
-        Text(prompt, with_text_seed(parsed.sampling, i), longest - len(prompt) + parsed.tokens, parsed.logprobs, ends)
+        ContinuedText(
+            prompt, with_text_seed(parsed.sampling, i), longest - len(prompt) + parsed.tokens, parsed.logprobs, ends
+        )
         for i, prompt in enumerate(prompts)
     ]
     pending = service.pending_response()
@@ -220,7 +222,7 @@ async def _ends(service: Service, parsed: MegatronRequest) -> Callable[[Sequence
 
 
 @dataclass
-class Text:
+class ContinuedText:
     """A prompt and its continuation.
 
     Attributes:

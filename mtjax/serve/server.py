@@ -91,7 +91,7 @@ class Protocol(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """Serves until it is drained: then new requests are rejected, and those in flight are finished.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.layout.optimizer_states import ITERATIONS, Matrices, matrices_of
+from mtjax.layout.optimizer_states import ITERATIONS, MatrixDims, matrices_of
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, fully_manual
 from mtjax.sharding.param_specs import ParamSpec
@@ -55,7 +55,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
     return fully_manual(local, spec)(momentum)
 
 
-def _in_entire_matrices(shard: Array, matrices: Matrices, exchanges: list[tuple[int, Axes]]) -> Array:
+def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tuple[int, Axes]]) -> Array:
     """Exchanges shards [stacked dimensions, rows' and columns'] for entire matrices, and back.
 
     Args:

@@ -29,7 +29,7 @@ GOOD = -1
 
 
 @dataclass(frozen=True)
-class Tensor:
+class CheckedTensor:
     """A parameter, or one layer of a stacked one."""
 
     name: str
@@ -102,19 +102,19 @@ def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
     return jnp.stack([jnp.square(stack[i]).sum() for i in range(stack.shape[0])])
 
 
-def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
+def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[CheckedTensor]:
     """Lists the tensors of a model in the order of its parameters."""
-    named: list[Tensor] = []
+    named: list[CheckedTensor] = []
     for record in jax.tree.leaves(records):
         layers: Sequence[int | None] = [None]
         if record.is_stacked:  # with pipeline stages there may be padding rows
             numbers, rows = numbers_of(record.name), range(record.shape[0])
             layers = numbers if len(numbers) == len(rows) else rows
-        named += [Tensor(record.name, layer) for layer in layers]
+        named += [CheckedTensor(record.name, layer) for layer in layers]
     return named
 
 
-def backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
+def backwards(in_tree_order: Sequence[CheckedTensor]) -> list[int]:
     """Returns the indices into `in_tree_order` in the order of the backward pass; a decoder's stack comes before an
     encoder's."""
 

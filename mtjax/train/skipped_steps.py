@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.nonfinite_steps import GOOD, Numbers, Tensor, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.nonfinite_steps import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -30,7 +30,7 @@ class SkippedStep:
     samples: range
     """Indices of its global batch, counted over the run."""
     loss: float
-    tensor: Tensor | None
+    tensor: CheckedTensor | None
     """The first tensor whose gradient is not finite; None if only the loss or the global norm is not."""
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class NonfiniteSteps:
       tensors: the model's `tensors`.
     """
 
-    def __init__(self, training: Training, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, training: Training, tensors: Sequence[CheckedTensor]) -> None:
         self.training, self.tensors = training, tensors
         self.in_a_row: list[SkippedStep] = []
         """The last steps, as far as they were skipped."""
@@ -97,7 +97,7 @@ class NonfiniteSteps:
         return math.isfinite(loss) and float(scale) > self.training.min_loss_scale
 
 
-def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
+def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[CheckedTensor]:
     """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
 
     Layers come from the last to the first, then the parameters outside of layers. A cotangent that overflows in a layer
@@ -111,12 +111,12 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
     return [in_tree_order[i] for i in backwards(in_tree_order)]
 
 
-def tensors_of(program: TrainStep) -> list[Tensor]:
+def tensors_of(program: TrainStep) -> list[CheckedTensor]:
     """Lists the tensors that a step's `first_bad` indexes."""
     return tensors(program.trainable_records, program.layer_numbers)
 
 
-def bad_parameter(program: TrainStep, parameters: Tree) -> Tensor | None:
+def bad_parameter(program: TrainStep, parameters: Tree) -> CheckedTensor | None:
     """Returns a trained parameter that is not finite; None if all are finite."""
 
     def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow

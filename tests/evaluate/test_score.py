@@ -5,17 +5,19 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.evaluate.rows import Row
+from mtjax.evaluate.rows import ScoredRow
 from mtjax.evaluate.score import Scorer
 from mtjax.sharding.axes import use_rules
 from tests.tiny import VOCAB, initial_state, program_of
 
 RANDOM = np.random.default_rng(0)
-ROWS = [Row(RANDOM.integers(0, VOCAB, n).astype(np.int32), first) for n, first in ((17, 1), (9, 3), (2, 1), (17, 12))]
+ROWS = [
+    ScoredRow(RANDOM.integers(0, VOCAB, n).astype(np.int32), first) for n, first in ((17, 1), (9, 3), (2, 1), (17, 12))
+]
 FIELDS = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def log_softmax(rows: list[Row]) -> np.ndarray:
+def log_softmax(rows: list[ScoredRow]) -> np.ndarray:
     """[rows, 16, vocabulary], float64, of one device's logits."""
     program = program_of("1x1", **FIELDS)
     tokens = np.zeros((8, 16), np.int32)
@@ -50,7 +52,7 @@ def test_scores_are_those_of_a_softmax(mesh: str, fields) -> None:
     for i in (0, 2):  # the last token becomes the model's own choice
         tokens = rows[i].tokens.copy()
         tokens[-1] = expected[i, len(tokens) - 2].argmax()
-        rows[i] = Row(tokens, len(tokens) - 1)
+        rows[i] = ScoredRow(tokens, len(tokens) - 1)
     program = program_of(mesh, **FIELDS, **fields)
     scores = Scorer(program).score(initial_state(program).parameters, rows)
     for i, row in enumerate(rows):
@@ -65,7 +67,7 @@ def test_rows_go_in_few_shapes() -> None:
     scorer = Scorer(program_of("1x1", sequence_length=200, **FIELDS))
     assert scorer.lengths == [64, 128, 200]
     sizes = [201, 65, 66, 2, 129, 130] + [50] * 9
-    rows = [Row(np.zeros(n, np.int32), 1) for n in sizes]
+    rows = [ScoredRow(np.zeros(n, np.int32), 1) for n in sizes]
     batches = scorer.batches(rows)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
     assert [max(sizes[i] for i in batch) for batch in batches] == [65, 50, 129, 201]

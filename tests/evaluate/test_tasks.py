@@ -12,13 +12,13 @@ from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
-from mtjax.evaluate.rows import Row, Scores
+from mtjax.evaluate.rows import RowScores, ScoredRow
 from mtjax.evaluate.tasks.registry import KINDS
-from mtjax.evaluate.tasks.task import Settings, Task
+from mtjax.evaluate.tasks.task import EvaluationTask, RowSettings
 from mtjax.evaluate.tasks.wikitext103 import detokenized
 from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 
-SETTINGS = Settings(16, 4, (0,))
+SETTINGS = RowSettings(16, 4, (0,))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory):
     return open_tokenizer(str(path))
 
 
-def open_task(name: str, path: Path, tokenizer) -> Task:
+def open_task(name: str, path: Path, tokenizer) -> EvaluationTask:
     return KINDS[name].open(path, tokenizer, SETTINGS)
 
 
@@ -37,7 +37,7 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
-def counted(row: Row) -> list[int]:
+def counted(row: ScoredRow) -> list[int]:
     return row.tokens[row.first :].tolist()
 
 
@@ -64,14 +64,14 @@ def test_perplexity_of_words_divides_by_the_words(tmp_path, tokenizer) -> None:
     task = open_task("wikitext103", path, tokenizer)
     tokens = tokenizer.encode(detokenized(path.read_text()))
     assert [i for row in task.rows for i in counted(row)] == tokens[1:]
-    results = task.results(Scores(np.full(len(task.rows), -3.0), np.ones(len(task.rows), bool)))
+    results = task.results(RowScores(np.full(len(task.rows), -3.0), np.ones(len(task.rows), bool)))
     words = len(path.read_text().strip().split(" "))
     loss = 3 * len(task.rows)
     assert results["words (O)"] == words == 16
     assert results["tokens (T)"] == len(tokens)
     assert math.isclose(results["perplexity"], math.exp(loss / (words - 1)))
     assert math.isclose(results["token_perplexity"], math.exp(loss / (len(tokens) - 1)))
-    hopeless = task.results(Scores(np.full(len(task.rows), -1e5), np.ones(len(task.rows), bool)))
+    hopeless = task.results(RowScores(np.full(len(task.rows), -1e5), np.ones(len(task.rows), bool)))
     assert json.dumps(hopeless, allow_nan=False)
 
 
@@ -83,7 +83,7 @@ def test_the_last_word_strict_and_lenient(tmp_path, tokenizer) -> None:
     assert [tokenizer.decode(counted(row)) for row in task.rows[:2]] == [" rested", " road"]
     assert all(row.counted == 1 for row in task.rows[2:])
     assert tokenizer.decode(task.rows[0].tokens) == "the cat and the rested"
-    scores = Scores(np.log([0.5, 0.125, 0.5, 0.5]), np.array([True, False, True, True]))
+    scores = RowScores(np.log([0.5, 0.125, 0.5, 0.5]), np.array([True, False, True, True]))
     assert task.results(scores) == {
         "accuracy": 0.5,
         "accuracy_lenient": 1.0,
@@ -143,7 +143,7 @@ def test_bits_per_byte_of_documents(tmp_path, tokenizer) -> None:
     for task in (of_lines, of_corpus):
         assert {int(row.tokens[0]) for row in task.rows if row.first == 1} == {tokenizer.eod}
         assert [i for row in task.rows for i in counted(row)] == [i for text in texts for i in tokenizer.encode(text)]
-        results = task.results(Scores(np.full(len(task.rows), -math.log(2)), np.ones(len(task.rows), bool)))
+        results = task.results(RowScores(np.full(len(task.rows), -math.log(2)), np.ones(len(task.rows), bool)))
         assert results["bytes"] == sum(len(text.encode()) for text in texts) == 21
         assert math.isclose(results["bits_per_byte"], len(task.rows) / 21)
         assert results["documents"] == 2
@@ -162,10 +162,10 @@ def test_documents_stand_behind_the_first_token_alone(tmp_path) -> None:
         writer.finish()
     data = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     for place in (data, prefix):
-        task = KINDS["perplexity"].open(place, tokenizer, Settings(8, 1, first))
+        task = KINDS["perplexity"].open(place, tokenizer, RowSettings(8, 1, first))
         assert [i for row in task.rows for i in counted(row)] == [i for text in texts for i in tokenizer.encode(text)]
         assert [row.tokens[: row.first].tolist() for row in task.rows if row.tokens[0] == 1] == [[1, 2], [1, 2]]
-        assert task.results(Scores(np.zeros(len(task.rows)), np.ones(len(task.rows), bool)))["bytes"] == 61
+        assert task.results(RowScores(np.zeros(len(task.rows)), np.ones(len(task.rows), bool)))["bytes"] == 61
         assert task.note == "each document begins with <s> </s>"
 
 
@@ -178,7 +178,7 @@ def test_wikitext_stands_behind_what_the_tokenizer_adds(tmp_path) -> None:
     ids = tokenizer.encode("the cat and the dog-road")
     assert task.rows[0].tokens[:2].tolist() == [1, ids[0]] and task.rows[0].first == 2
     assert [i for row in task.rows for i in counted(row)] == ids[1:]
-    assert task.results(Scores(np.full(1, -1.0), np.ones(1, bool)))["tokens (T)"] == len(ids)
+    assert task.results(RowScores(np.full(1, -1.0), np.ones(1, bool)))["tokens (T)"] == len(ids)
 
 
 def test_ids_of_a_corpus_are_checked_before_they_are_cast(tmp_path, tokenizer) -> None:

@@ -13,7 +13,7 @@ from mtjax.convert.model_types.registry import family_of_model
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
-from mtjax.finetune.samples import Encoder, Epochs
+from mtjax.finetune.samples import Epochs, RowEncoder
 from mtjax.finetune.tasks.race import RACE, filled
 from mtjax.models.finetuned import choice_losses
 from mtjax.models.heads import class_losses
@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def encoder_of(folder) -> Encoder:
-    return Encoder(open_tokenizer(f"bert:{folder / 'vocab.txt'}"), "bert")
+def encoder_of(folder) -> RowEncoder:
+    return RowEncoder(open_tokenizer(f"bert:{folder / 'vocab.txt'}"), "bert")
 
 
 def config_of(data, **settings) -> Config:

@@ -10,7 +10,7 @@ from mtjax.config import Config, replace
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
 from mtjax.finetune.labels import classes_of, label_numbers, weights_of
-from mtjax.finetune.rows import Example, Fields, read_examples
+from mtjax.finetune.rows import Example, FieldNames, read_examples
 from mtjax.finetune.tasks.registry import TASKS
 
 MNLI = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse"
@@ -142,5 +142,5 @@ def test_weights_of_classes():
 
 def test_labels_need_not_be_there(tmp_path):
     write(tmp_path, rows__tsv=["id\ttext", "1\tsome text"])
-    found = read_examples(tmp_path / "rows.tsv", Fields((("text",),), ("label",)), labelled=False)
+    found = read_examples(tmp_path / "rows.tsv", FieldNames((("text",),), ("label",)), labelled=False)
     assert found.rows == [Example(("some text",), None)]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune import metrics
-from mtjax.finetune.samples import Encoder, Epochs, Samples, order_of_pass
+from mtjax.finetune.samples import Epochs, RowEncoder, Samples, order_of_pass
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{i}" for i in range(20))]
 VOCAB = {word: number for number, word in enumerate(WORDS)}
@@ -42,7 +42,7 @@ TEXT = st.integers(1, 12).map(lambda n: " ".join(f"w{i}" for i in range(n)))
 @settings(max_examples=60)
 @given(st.lists(TEXT, min_size=1, max_size=2), st.integers(6, 24))
 def test_bert_s_rows_are_the_library_s_pairs(texts, length):
-    encoder = Encoder(OURS, "bert")
+    encoder = RowEncoder(OURS, "bert")
     (ids,) = encoder.encode([tuple(texts)])
     LIBRARY.enable_truncation(length, strategy="longest_first")
     expected = LIBRARY.encode(*texts)
@@ -58,7 +58,7 @@ def test_bert_s_rows_are_the_library_s_pairs(texts, length):
 @settings(max_examples=60)
 @given(st.lists(TEXT, min_size=1, max_size=2), st.integers(8, 24))
 def test_roberta_s_rows_are_the_library_s_pairs(texts, length):
-    encoder, theirs = Encoder(FastTokenizer(roberta_library(), "a test"), "bert"), roberta_library()
+    encoder, theirs = RowEncoder(FastTokenizer(roberta_library(), "a test"), "bert"), roberta_library()
     (ids,) = encoder.encode([tuple(texts)])
     assert encoder.format.length(ids) == len(theirs.encode(*texts).ids)
     theirs.enable_truncation(length, strategy="longest_first")
@@ -66,7 +66,7 @@ def test_roberta_s_rows_are_the_library_s_pairs(texts, length):
 
 
 def test_decoders_read_two_texts_with_the_end_of_a_document_between():
-    encoder = Encoder(OURS, "gpt")
+    encoder = RowEncoder(OURS, "gpt")
     (ids,) = encoder.encode([("w1 w2", "w3")])
     assert encoder.format.row(ids, 24)[0] == [*LIBRARY.encode("w1 w2").ids, 2, VOCAB["w3"]]
     assert encoder.format.length(ids) == 6
@@ -75,7 +75,7 @@ def test_decoders_read_two_texts_with_the_end_of_a_document_between():
 def test_bert_needs_its_special_tokens():
     plain = Tokenizer(models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>"))
     with pytest.raises(UserError, match="requires a tokenizer with"):
-        Encoder(FastTokenizer(plain, "a test"), "bert")
+        RowEncoder(FastTokenizer(plain, "a test"), "bert")
 
 
 def test_each_pass_has_every_row_once_in_an_order_of_its_own():

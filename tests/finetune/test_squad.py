@@ -14,7 +14,7 @@ from mtjax.commands.predict import main as predict
 from mtjax.config import Config, replace
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.samples import Encoder
+from mtjax.finetune.samples import RowEncoder
 from mtjax.finetune.tasks.squad import SQUAD1, SQUAD2, Question
 from mtjax.finetune.tasks.windows import Windows
 from mtjax.train.observability.metrics import read_metrics
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 def windows_of(folder, examples, task=SQUAD2, **options) -> Windows:
     tokenizer = open_tokenizer(f"bert:{folder / 'vocab.txt'}")
-    return task.encoded(examples, Encoder(tokenizer, "bert"), replace(Config(), doc_stride=STRIDE, **options))
+    return task.encoded(examples, RowEncoder(tokenizer, "bert"), replace(Config(), doc_stride=STRIDE, **options))
 
 
 def test_windows_are_those_of_the_library_and_labels_stand_at_the_answer(folder):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mtjax.generate import training_sample as continued
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request
 from mtjax.generate.training_sample import SAMPLING, continue_text, lower_continuation, reshard_for_generation
@@ -63,7 +63,7 @@ TOKENIZER: Any = Numbers()
 def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
     """Returns the engine's text with weights on one device."""
     program = program_of("1x1", **dict(model))
-    decoder = Decoder(program, initial_state(program).parameters, vocab_size=TOKENIZER.vocab_size)
+    decoder = GenerationPrograms(program, initial_state(program).parameters, vocab_size=TOKENIZER.vocab_size)
     engine, ids = Engine(decoder, sequences=1), TOKENIZER.encode("hello")
 
     def on_token(token: Any) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.generate import sampling
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine, QueueFull
 from mtjax.generate.inspected import inspect_decoding
 from mtjax.generate.request import Request, Sampling, Token
@@ -63,11 +63,11 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 
 
 
 @cache
-def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
+def decoder_of(family: str, mesh: str, dtype: str = "float32") -> GenerationPrograms:
     """Builds a decoder with random weights that are large enough for varied texts."""
     config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
     placed = ShardedModel(config, mesh_of(mesh))
-    return Decoder(placed, placed.initialize_parameters(0))
+    return GenerationPrograms(placed, placed.initialize_parameters(0))
 
 
 def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) -> Engine:
@@ -294,6 +294,6 @@ def test_training_is_compiled_as_before() -> None:
     program = program_of("1x1")
     before = program.lower_step().as_text()
     placed = ShardedModel(program.config, mesh_of("1x1"))
-    decoder = Decoder(placed, initial_state(program).parameters)
+    decoder = GenerationPrograms(placed, initial_state(program).parameters)
     assert ids(texts(Engine(decoder, 1, chunks=(8,), min_cache_length=16), [[1, 2, 3]], Sampling(2)))
     assert program.lower_step().as_text() == before

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mtjax.cli import main
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.show import COLORS, color
 from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_tensors, write_folder
 
@@ -34,17 +34,17 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def shared_programs():
     """Commands share the programs of a model on a mesh: each would trace and compile its own in a second."""
-    first: dict[Any, Decoder] = {}
+    first: dict[Any, GenerationPrograms] = {}
 
-    class Sharing(Decoder):
+    class Sharing(GenerationPrograms):
         def __init__(self, placed, parameters, start_id, **options) -> None:
             super().__init__(placed, parameters, start_id, **options)
             like = first.setdefault((placed.config, placed.shape, start_id, *options.items()), self)
-            programs = [name for name in vars(Decoder) if name.startswith("_compiled_")]
+            programs = [name for name in vars(GenerationPrograms) if name.startswith("_compiled_")]
             self.__dict__.update({name: getattr(like, name) for name in programs})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtjax.generate.command.Decoder", Sharing)
+        patch.setattr("mtjax.generate.command.GenerationPrograms", Sharing)
         yield
 
 

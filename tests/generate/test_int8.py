@@ -13,7 +13,7 @@ from mtjax.commands import convert
 from mtjax.config.storage import PLAIN, Storage, check_storage
 from mtjax.errors import UserError
 from mtjax.generate.byte_matrix import to_bytes
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weights import load_model
@@ -92,7 +92,7 @@ def llama(kind: str) -> tuple[dict, dict, dict]:
 
 def greedy_texts(folder, mesh: str, storage: Storage = PLAIN) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh, storage=storage)
-    decoder = Decoder(loaded.placed, loaded.parameters, storage=storage, grids=loaded.grids)
+    decoder = GenerationPrograms(loaded.placed, loaded.parameters, storage=storage, grids=loaded.grids)
     engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
     for prompt, tokens in zip(PROMPTS, texts, strict=True):

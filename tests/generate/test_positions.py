@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
@@ -36,7 +36,9 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
     config = tiny_config(**fields)
     placed = ShardedModel(config, mesh_of("1x4"))
     parameters = placed.initialize_parameters(0)
-    engine = Engine(Decoder(placed, parameters), 2, chunks=(8, 16), prefill_tokens_per_step=8, min_cache_length=16)
+    engine = Engine(
+        GenerationPrograms(placed, parameters), 2, chunks=(8, 16), prefill_tokens_per_step=8, min_cache_length=16
+    )
     prompt, out = np.random.default_rng(0).integers(0, VOCAB, 21).tolist(), list[Token]()
     read: list[Token] = []
     sampling = Sampling(12, temperature=1.5)
@@ -66,6 +68,6 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
 def test_longrope_generates_up_to_the_original_length() -> None:
     fields = FIELDS["longrope's short factors, windows in all layers"]
     placed = ShardedModel(tiny_config(**fields), mesh_of("1x1"))
-    engine = Engine(Decoder(placed, placed.initialize_parameters(0)), 1, chunks=(16,), min_cache_length=16)
+    engine = Engine(GenerationPrograms(placed, placed.initialize_parameters(0)), 1, chunks=(16,), min_cache_length=16)
     with pytest.raises(UserError, match="context length is 40"):
         engine.submit(Request(tuple(range(40)), Sampling(1)))

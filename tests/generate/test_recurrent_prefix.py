@@ -10,7 +10,7 @@ import pytest
 from mtjax.analysis.anatomy import anatomy_of
 from mtjax.config.storage import check_snapshots
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
@@ -30,11 +30,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def decoder_of(pattern: str, mesh: str, dtype: str) -> Decoder:
+def decoder_of(pattern: str, mesh: str, dtype: str) -> GenerationPrograms:
     sizes = SIZES | SETTINGS.get(pattern, {}) | {"family": "hybrid", "layer_pattern": pattern}
     config = tiny_config(**sizes, num_layers=len(pattern), init_std=0.3, sequence_length=96, compute_dtype=dtype)
     placed = ShardedModel(config, mesh_of(mesh))
-    return Decoder(placed, placed.initialize_parameters(0))
+    return GenerationPrograms(placed, placed.initialize_parameters(0))
 
 
 def engine_of(

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from mtjax.generate.chat import ChatTemplate  # noqa: E402
 from mtjax.generate.completion import Completion  # noqa: E402
-from mtjax.generate.decoder import Decoder  # noqa: E402
+from mtjax.generate.decoder import GenerationPrograms  # noqa: E402
 from mtjax.generate.engine import Engine  # noqa: E402
 from mtjax.generate.request import Sampling  # noqa: E402
 from mtjax.generate.weights import load_model  # noqa: E402
@@ -34,7 +34,7 @@ def test_smollm2_writes_and_answers_as_with_transformers() -> None:
     assert ours_chat == theirs_chat
     prompts = [loaded.tokenizer.encode_prompt("The capital of France is"), ours_chat]
     assert prompts[0] == encoded("The capital of France is").input_ids
-    engine, texts = Engine(Decoder(loaded.placed, loaded.parameters), 2), []
+    engine, texts = Engine(GenerationPrograms(loaded.placed, loaded.parameters), 2), []
     for prompt in prompts:
         text = Completion(loaded.tokenizer, tuple(prompt), Sampling(NEW), loaded.stop_ids)
         engine.submit(text.request)

@@ -18,14 +18,14 @@ from mtjax.analysis.hardware import H100
 from mtjax.config import load
 from mtjax.errors import UserError
 from mtjax.inspect import text
-from mtjax.inspect.command import Job
+from mtjax.inspect.command import InspectJob
 from mtjax.inspect.compiled import DUMP_TO, WITH_KERNELS
 from mtjax.inspect.html import page
 from mtjax.inspect.kernels import audit, ptx, sass
 from mtjax.inspect.kernels.audit import SWAPS, check_kernels
 from mtjax.inspect.kernels.block import follow
 from mtjax.inspect.kernels.dump import read
-from mtjax.inspect.kernels.kernel import Launch, atomics_of, machine_of
+from mtjax.inspect.kernels.kernel import KernelLaunch, atomics_of, machine_of
 from mtjax.inspect.kernels.occupancy import occupancy
 from mtjax.inspect.kernels.rates import ALU, ISSUE, SPECIAL, rates_of
 from mtjax.inspect.kernels.source import SourceLines
@@ -90,7 +90,7 @@ STORES = {
 """Name -> code, bytes between the threads' elements, threads for each thread that stores."""
 
 
-def kernel_of(end: str) -> ptx.Kernel:
+def kernel_of(end: str) -> ptx.PtxEntry:
     return ptx.parse(HEAD + KERNEL.format(end=end))["example"]
 
 
@@ -218,7 +218,7 @@ def test_kernels_are_read_unless_they_are_many_or_programs_are_compared(tmp_path
     assert reason in text_of(replace(cpu_report, unread=reason)) and reason in page(replace(cpu_report, unread=reason))
 
     def reads(**values) -> bool | None:
-        return Job.of(Options(target="h100x8", **values), Console(), lambda run: (run, None)).kernels
+        return InspectJob.of(Options(target="h100x8", **values), Console(), lambda run: (run, None)).kernels
 
     assert [reads(), reads(kernels=True), reads(kernels=False)] == [None, True, False]
     assert [reads(vs=("1x8",)), reads(sweep=8), reads(time_on="v100x16")] == [False] * 3
@@ -242,7 +242,9 @@ def test_instructions_are_those_of_the_source_however_ptxas_unrolls(tmp_path):
     path = tmp_path / "a.ptx"
     path.write_text(HEAD + KERNEL.format(end=STORES["next to each other"][0]))
     assembled = assemble([path], "sm_90a", tmp_path)["example"]
-    found = machine_of(ptx.parse(path.read_text())["example"], assembled, Launch((264, 1, 1), (THREADS, 1, 1), 0), H100)
+    found = machine_of(
+        ptx.parse(path.read_text())["example"], assembled, KernelLaunch((264, 1, 1), (THREADS, 1, 1), 0), H100
+    )
     assert (found.counts[SPECIAL], found.counts["memory"], found.counts["FMA"]) == (TURNS, TURNS + 1, TURNS)
     # 2 blocks for each of 132 multiprocessors, in which 16 threads compute an exponential per clock of 1.98 GHz.
     assert found.seconds[SPECIAL] == pytest.approx(2 * THREADS * TURNS / 16 / 1.98e9)

@@ -106,8 +106,24 @@ def test_a_rank_masks_its_heads_as_one_device_does():
         ),
         ({"attention_sinks": True, "family": "llama"}, "gpu", (9, 0), "blocks", "it has no sinks (attention_sinks)"),
         ({"family": "t5"}, "gpu", (9, 0), "xla", "it adds no bias to the scores, and family is t5"),
+        *(
+            ({"attention": "auto"} | fields, "gpu", capability, kernel, None)
+            for fields, capability, kernel in (
+                ({"head_dim": 64}, (9, 0), "pallas"),
+                ({"head_dim": 64, "attention_dropout": 0.0}, (9, 0), "cudnn"),
+                ({"head_dim": 64}, (8, 0), "xla"),
+                ({"head_dim": 64}, (10, 0), "xla"),
+                ({"head_dim": 96}, (9, 0), "xla"),
+                ({"head_dim": 64, "family": "bert"}, (9, 0), "xla"),
+                ({"head_dim": 64, "family": "llama", "num_kv_heads": 2}, (9, 0), "xla"),
+                ({"head_dim": 64, "reset_attention_mask": True}, (9, 0), "xla"),
+                ({"head_dim": 64, "deterministic": True}, (9, 0), "xla"),
+                ({"head_dim": 64, "compute_dtype": "float32"}, (9, 0), "xla"),
+            )
+        ),
     ],
 )
 def test_is_the_kernel_where_it_can_be(fields, platform, capability, kernel, reason):
-    settings = {"attention": "pallas", "compute_dtype": "bfloat16", "sequence_length": 128} | fields
+    settings = {"attention": "pallas", "compute_dtype": "bfloat16", "sequence_length": 128, "attention_dropout": 0.1}
+    settings |= fields
     assert choose_kernel(tiny_config(**settings), platform, capability) == (kernel, reason)

@@ -15,7 +15,7 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.model_types.missing import MISSING
 from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.saved_model import SavedModel
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
@@ -58,12 +58,14 @@ def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
         return network(torch.tensor(tokens).long(), use_cache=False).logits.float().numpy()
 
 
-def our_logits(source: Source, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
+def our_logits(source: WeightSource, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of weights as they are read, computed in this type."""
     return logits_of_source(source, tokens, lambda model, tokens: model(tokens), dtype)
 
 
-def logits_of_source(source: Source, batch: Any, forward: Callable[[Any, Any], Any], dtype: str = "float32") -> Any:
+def logits_of_source(
+    source: WeightSource, batch: Any, forward: Callable[[Any, Any], Any], dtype: str = "float32"
+) -> Any:
     """Logits of what `forward` returns of a source's model and a batch, computed in this type."""
     config = replace(source.origin.config, compute_dtype=dtype, attention="xla", vocab_multiple=1)
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)

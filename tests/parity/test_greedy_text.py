@@ -12,7 +12,7 @@ from mtjax.config import replace
 from mtjax.config.sizes import longest_text
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel, without_training
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.layout.mesh import MeshShape
@@ -59,7 +59,7 @@ def our_text(source: HuggingFaceSource, prompt: list[int], new: int) -> list[Tok
     placed = ShardedModel(replace(config, attention="xla"), make_mesh(MeshShape(), jax.devices("cpu")))
     parameters = SavedModel(Path(), source).parameters(placed)
     received: list[Token] = []
-    engine = Engine(Decoder(placed, parameters), 1, chunks=(8,), min_cache_length=96)
+    engine = Engine(GenerationPrograms(placed, parameters), 1, chunks=(8,), min_cache_length=96)
 
     def receive(token: Token) -> bool:
         received.append(token)

@@ -13,7 +13,7 @@ import pytest
 
 from mtjax.config.model_identity import effective_settings
 from mtjax.convert.hugging_face import HuggingFaceSource
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from tests.parity.compare import relative, shaken
 from tests.parity.decoder_types import CASES
@@ -48,7 +48,7 @@ class Kind:
 
     network: Callable[[], Any]
     theirs: Callable[[Any], Logits]
-    ours: Callable[[Source], Logits]
+    ours: Callable[[WeightSource], Logits]
     attention: str = "eager"
 
 
@@ -62,7 +62,7 @@ def batch_of(read: int = 16, written: int = 12) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "types": types, "mask": mask, "written": tokens[:, :written]}
 
 
-def of_model(source: Source, forward: Callable[[Any, Any], Any]) -> Logits:
+def of_model(source: WeightSource, forward: Callable[[Any, Any], Any]) -> Logits:
     """Our logits of `batch_of`."""
     return logits_of_source(source, batch_of(), forward)
 
@@ -91,7 +91,7 @@ def encoder(kind: str, head: str = "ForMaskedLM", **sizes: Any) -> Kind:
             out = network(batch["tokens"], attention_mask=batch["mask"], **more)
         return out.get("prediction_logits", out.get("logits")).float().numpy()[real]
 
-    def ours(source: Source) -> Logits:
+    def ours(source: WeightSource) -> Logits:
         return of_model(source, lambda model, batch: model(batch["tokens"], batch["types"], batch["mask"]))[real]
 
     config = getattr(transformers, f"{kind}Config")

@@ -67,7 +67,7 @@ def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys)
     assert hint and f"{hint[2]} (" in without
     without = run(capsys, *asked, "--attention-dropout", "0", "--recompute", "none")
     assert not re.search(r"Hint: +recompute", without) and f"{hint[1]} (" in without
-    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "h100x8", "--global-batch-size", "64")
+    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "b200x8", "--global-batch-size", "64")
     asked = (*asked, "--reset-attention-mask")
     hint = re.search(r"Hint: +reset_attention_mask .* --attention cudnn a step takes (\S+ m?s)", run(capsys, *asked))
     assert hint and f"{hint[1]} (" in run(capsys, *asked, "--attention", "cudnn")

@@ -10,7 +10,7 @@ from mtjax.retrieval.exact import ExactIndex
 from mtjax.retrieval.faiss_index import FaissIndex
 from mtjax.retrieval.rows_file import RowsFile
 from mtjax.retrieval.search import find
-from mtjax.retrieval.vectors import Part, Vectors
+from mtjax.retrieval.vectors import VectorRange, Vectors
 
 WIDTH = 24
 
@@ -20,7 +20,7 @@ def database(random: np.random.Generator) -> tuple[Vectors, np.ndarray, np.ndarr
     files = [random.standard_normal((size, WIDTH)).astype(np.float16) for size in (100, 50)]
     files[0][[7, 50]] = 0
     files[1][20] = files[0][30]
-    parts = [Part(files[0], 5, 90, 0), Part(files[1], 10, 40, 100)]
+    parts = [VectorRange(files[0], 5, 90, 0), VectorRange(files[1], 10, 40, 100)]
     chunks = np.concatenate([np.arange(5, 90), np.arange(110, 140)])
     return Vectors(parts), np.concatenate([files[0][5:90], files[1][10:40]]), chunks
 

@@ -29,7 +29,7 @@ from mtjax.data.neighbours.samples import documents_of
 from mtjax.data.samples.split import Split
 from mtjax.data.split_opener import SplitOpener
 from mtjax.errors import UserError
-from mtjax.evaluate.neighbours import Text
+from mtjax.evaluate.neighbours import NeighbourText
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.retrieval.retriever import Retriever
 from mtjax.runtime.checkpoints.past import newest_past
@@ -125,7 +125,7 @@ def test_perplexity_with_neighbours_is_that_of_training_and_others_differ(folder
 def test_tokens_are_counted_by_what_their_neighbours_share() -> None:
     near = [[np.arange(99, 131)] * 2, [np.arange(99, 131), np.arange(31, 63)], [np.arange(32, 64)] * 2]
     dataset: Any = [{"labels": np.arange(48), "neighbours": near}]
-    [bins] = Text(dataset, 1, 16).bins()
+    [bins] = NeighbourText(dataset, 1, 16).bins()
     assert bins.tolist() == [-1] * 15 + [0] * 16 + [3] * 16 + [4]  # one token is left: too short
 
 

@@ -27,7 +27,7 @@ from mtjax.runtime.xla_options import (
     STAGES,
     TRACED,
     Chosen,
-    Option,
+    XLAOption,
     accepted,
     choose,
     deterministic,
@@ -38,7 +38,7 @@ from mtjax.train.step import make_train_step
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
-STRANGE = (Option("xla_gpu_no_such_thing", True, "", ""), Option(OVERLAP[0].name, 7, "", ""))
+STRANGE = (XLAOption("xla_gpu_no_such_thing", True, "", ""), XLAOption(OVERLAP[0].name, 7, "", ""))
 
 
 def names(options):

@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="needs the extra serve: pip install '.[s
 from mtjax.serve.command import load
 from mtjax.serve.host import Host
 from mtjax.serve.options import Options
-from mtjax.serve.server import Server, address_of, listen
+from mtjax.serve.server import HTTPServer, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
 
@@ -66,7 +66,7 @@ def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     tokens = Tokens(model.tokenizer, model.folder, model.first_ids, model.prompt_ids)
     service = Service(folder.name, tokens, model.stop_ids, host, limits, Keys([KEY, "other"]))
     bound, ready = listen("127.0.0.1", 0), threading.Event()
-    server = Server(service, 10, ready.set)
+    server = HTTPServer(service, 10, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server")
     thread.start()
     assert ready.wait(300)

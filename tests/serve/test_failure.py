@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from mtjax.generate.engine import Engine
 from mtjax.serve.host import Host
-from mtjax.serve.server import Server, address_of, listen
+from mtjax.serve.server import HTTPServer, address_of, listen
 from tests.serve.asking import JSON, send
 from tests.serve.conftest import KEY
 
@@ -55,12 +55,12 @@ class Silent(Failing):
 
 
 @contextmanager
-def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, Server, threading.Thread]]:
+def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, HTTPServer, threading.Thread]]:
     """Runs a server with a fake engine."""
     host = Host([engine], 4, 0)
     bound, ready = listen("127.0.0.1", 0), threading.Event()
     own = {"host": host, "limits": dataclasses.replace(live.service.limits, **limits)}
-    server = Server(dataclasses.replace(live.service, **own), 0.1, ready.set)
+    server = HTTPServer(dataclasses.replace(live.service, **own), 0.1, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
     thread.start()
     assert ready.wait(300)

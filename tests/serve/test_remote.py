@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve: pip install '.[serve]'")
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Decoder
+from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.layout.mesh import parse_mesh
@@ -82,7 +82,7 @@ def ask(engine: Engine | RemoteReplica) -> list[RecordedEvents]:
 @pytest.mark.long
 def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> None:
     placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
-    decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
+    decoder, service = GenerationPrograms(placed, placed.initialize_parameters(0)), Service()
     for module in (kv_mailbox, lockstep):
         monkeypatch.setattr(module, "service", lambda: service)
     monkeypatch.setattr(kv_mailbox, "POLL_MS", 200)

@@ -298,8 +298,11 @@ def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch
         ({"attention": "cudnn", "reset_attention_mask": True, "attention_sinks": True}, "gpu", "xla", "no sinks"),
         ({"attention_softcap": 5.0, "sequence_length": 8192, "num_heads": 32}, "gpu", "blocks", None),
         ({"reset_attention_mask": True, "sequence_length": 16384, "num_heads": 2}, "gpu", "blocks", None),
-        ({"reset_attention_mask": True, "sequence_length": 8192, "num_heads": 32}, "gpu", "blocks", None),
-        ({"reset_attention_mask": True, "sequence_length": 8192, "num_heads": 16}, "gpu", "xla", None),
+        ({"reset_attention_mask": True, "sequence_length": 2047}, "gpu", "xla", None),
+        ({"reset_attention_mask": True, "sequence_length": 2048}, "gpu", "cudnn", None),
+        ({"reset_attention_mask": True, "sequence_length": 8192}, "gpu", "cudnn", None),
+        ({"reset_attention_mask": True, "sequence_length": 2048}, "b200", "xla", None),
+        ({"reset_attention_mask": True, "sequence_length": 2048, "attention_window": 16}, "gpu", "xla", None),
         ({"attention_window": 16}, "gpu", "cudnn", None),
         ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "xla", "attention_softcap is 5.0"),
         ({"attention": "blocks"}, "cpu", "blocks", None),
@@ -312,7 +315,8 @@ def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch
 )
 def test_kernel_is_cudnn_where_it_can_be(fields, device, kernel, reason):
     config = tiny_config(**{"hidden_size": 64, "attention_dropout": 0.0, "compute_dtype": "bfloat16"} | fields)
-    platform, capability = ("gpu", (8, 0)) if device == "a100" else (device, (9, 0))
+    capability = {"a100": (8, 0), "b200": (10, 0)}.get(device, (9, 0))
+    platform = "cpu" if device == "cpu" else "gpu"
     chosen, why = choose_kernel(config, platform, capability)
     assert chosen == kernel
     assert (why is None) if reason is None else (reason in why)

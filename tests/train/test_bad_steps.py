@@ -17,7 +17,7 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop, setup
-from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad
+from mtjax.train.nonfinite_steps import GOOD, CheckedTensor, first_bad
 from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, tensors, tensors_of
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
@@ -153,7 +153,7 @@ def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
         changed[place] = bad
         spoilt = jax.tree.unflatten(tree, [changed if i == number else a for i, (_, a) in enumerate(leaves)])
         layer = place[0] if ".layers." in name else None
-        assert named[found(1.0, spoilt)] == Tensor(name, layer), name
+        assert named[found(1.0, spoilt)] == CheckedTensor(name, layer), name
 
 
 def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
@@ -171,7 +171,7 @@ def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
             placed = jax.device_put(values, shardings(places, mesh))
             place = int(find(placed))
             text = find.lower(placed).compile().as_text()
-        expected = Tensor("stack.layers.a", max(spoilt)) if spoilt else None
+        expected = CheckedTensor("stack.layers.a", max(spoilt)) if spoilt else None
         assert (None if place == GOOD else tensors(records)[place]) == expected
         assert re.findall(r"= (\S+) all-(?:reduce|gather)\(", text or "") == ["s32[]"]
 
@@ -226,7 +226,7 @@ def test_tensors_come_as_the_backward_pass_meets_them(one, other):
 
 def follow(results, **fields):
     """(step, tensor) of what was skipped, and whether that is too many; batches of 8."""
-    follower = NonfiniteSteps(Training(**fields), [Tensor("a", 1), Tensor("a", 0), Tensor("b")])
+    follower = NonfiniteSteps(Training(**fields), [CheckedTensor("a", 1), CheckedTensor("a", 0), CheckedTensor("b")])
     found = []
     for step, result in enumerate(results, 1):
         follower.add(step, range(8 * step - 8, 8 * step), {"loss": 1.0, **result})

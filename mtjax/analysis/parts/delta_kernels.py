@@ -7,7 +7,7 @@ Read off a program of layers `GG` with the sizes of Qwen3-Next, one sample of 8,
 
 from dataclasses import dataclass
 
-from mtjax.analysis.parts.scan_kernels import Kernel, ScanKernels
+from mtjax.analysis.parts.scan_kernels import EqualKernels, ScanKernels
 
 SMALL = (12, 40)
 """Kernels as long as their launch, forward and backward: decays, sums over tokens, gradients of vectors."""
@@ -100,7 +100,7 @@ def delta_kernels(sizes: DeltaSizes, tokens: float, *, over_context: bool) -> Sc
     more, back = sizes.passage if over_context else ([], [])
     passes = ([*sizes.forward, *more], [*sizes.again, *sizes.gradients, *back])
     forward, backward = (
-        [*(Kernel(tokens * size) for size in each), Kernel(0, number)]
+        [*(EqualKernels(tokens * size) for size in each), EqualKernels(0, number)]
         for each, number in zip(passes, SMALL, strict=True)
     )
     return ScanKernels(forward, backward)

@@ -11,7 +11,7 @@ from functools import partial
 
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.delta_kernels import DeltaSizes, delta_kernels
-from mtjax.analysis.parts.loop import Loop
+from mtjax.analysis.parts.loop import LoopOverPieces
 from mtjax.analysis.parts.mamba import Mamba, of_convolution, of_pieces
 from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products
 from mtjax.analysis.parts.scan_kernels import ScanKernels
@@ -119,7 +119,7 @@ class DeltaNet(Mamba):
             **adapter_saved_bytes(self.rank, 2, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan),
         }
 
-    def step_loops(self, plan: Plan) -> Sequence[Loop]:
+    def step_loops(self, plan: Plan) -> Sequence[LoopOverPieces]:
         """Returns the loop that passes the state from chunk to chunk, and with context parallelism that from piece to
         piece."""
         chunk, key, value = ssm_chunk(self.model), self.model.ssm_state, self.model.ssm_head_dim
@@ -128,13 +128,13 @@ class DeltaNet(Mamba):
         if plan.context_parallelism:  # two pieces of each sample side by side, and the matrices of `_columns`
             step = (key, key, value, math.ceil(batch / ways))
             # The backward pass has the loop again, and two gradients in another.
-            over_pieces = [Loop(2 * ways - 2, (step,), (step,), (step,) * 2, kernels=([0] * 4, [0] * 9))]
+            over_pieces = [LoopOverPieces(2 * ways - 2, (step,), (step,), (step,) * 2, kernels=([0] * 4, [0] * 9))]
             batch, tokens, value = 2 * batch, tokens / (2 * ways), value + key
         reads, takes = (2 * chunk, key, value, batch), (chunk + key, chunk, value, batch)
         back, size = (reads, reads, takes, takes), plan.element_bytes * batch * chunk * value
         sums = [number * size for number in (4, 5, 6)], [number * size for number in (4, 4, 6, 7, 8)]
         kernels = [*[0] * 6, *sums[0]], [*[0] * 12, *sums[1]]
-        return [Loop(math.ceil(tokens / chunk), (reads, takes), (reads,), back, kernels), *over_pieces]
+        return [LoopOverPieces(math.ceil(tokens / chunk), (reads, takes), (reads,), back, kernels), *over_pieces]
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes at the largest of three moments: the backward pass of the loop over chunks, that of the

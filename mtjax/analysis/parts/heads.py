@@ -12,7 +12,7 @@ from mtjax.layout.plan import Plan
 
 
 @dataclass(frozen=True)
-class Output(Part):
+class OutputProjection(Part):
     """The output projection with vocabulary-parallel cross-entropy, of gathered sequences."""
 
     rows: int
@@ -75,7 +75,7 @@ def teacher_lines(ranks: str) -> list[Expectation]:
 
 
 @dataclass(frozen=True)
-class MaskedOutput(Output):
+class MaskedOutput(OutputProjection):
     """BERT's output: replicated dense layer, activation and norm, then logits of masked tokens only.
 
     `tokens` is the most that are masked in a sample.
@@ -106,7 +106,7 @@ class MaskedOutput(Output):
         return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        return Output.backward_peak_bytes(self.over_context(plan.mesh.context), plan)
+        return OutputProjection.backward_peak_bytes(self.over_context(plan.mesh.context), plan)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         masked = "batch*masked_tokens"

@@ -8,7 +8,7 @@ Matmuls = tuple[tuple[float, float, float, float], ...]
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopOverPieces:
     """A loop over pieces of a sample, on one device."""
 
     steps: float

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mtjax.analysis.contract import Dtype, Expectation
-from mtjax.analysis.parts.loop import Loop
+from mtjax.analysis.parts.loop import LoopOverPieces
 from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.config import Model
 from mtjax.config.adapters import ADAPTER, adapter_sizes
@@ -335,7 +335,7 @@ class Part:
         del plan
         return False
 
-    def step_loops(self, plan: Plan) -> Sequence[Loop]:
+    def step_loops(self, plan: Plan) -> Sequence[LoopOverPieces]:
         """Returns its loops over pieces of a sample, whose steps take the latency of their kernels."""
         del plan
         return ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Kernel(NamedTuple):
+class EqualKernels(NamedTuple):
     """A number of equal kernels."""
 
     size: float
@@ -22,8 +22,8 @@ class Kernel(NamedTuple):
 class ScanKernels(NamedTuple):
     """Kernels of one layer and microbatch on a device."""
 
-    forward: Sequence[Kernel]
-    backward: Sequence[Kernel]
+    forward: Sequence[EqualKernels]
+    backward: Sequence[EqualKernels]
     """With what it computes again: all but the projections, whatever the recompute."""
 
 
@@ -153,7 +153,11 @@ def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: 
     per_block = SMALL_OF_BLOCK if blocks > 1 else (0, 0)
     launches = [sum(counts) for counts in zip(SMALL, (blocks * own for own in per_block), more, strict=True)]
     forward, backward = (
-        [*(Kernel(tokens * n) for n in once), *(Kernel(tokens * n / blocks, blocks) for n in each), Kernel(0, number)]
+        [
+            *(EqualKernels(tokens * n) for n in once),
+            *(EqualKernels(tokens * n / blocks, blocks) for n in each),
+            EqualKernels(0, number),
+        ]
         for once, each, number in zip((outside, again), (scan, back), launches, strict=True)
     )
     return ScanKernels(forward, backward)

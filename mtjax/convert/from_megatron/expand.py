@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mtjax.convert.from_megatron.lexer import Part, Token, bracket_end, tokens
+from mtjax.convert.from_megatron.lexer import ShellToken, WordPart, bracket_end, tokens
 from mtjax.errors import UserError
 
 Value = str | list[str]
@@ -73,7 +73,7 @@ class Variables:
             raise UserError(f"the variable {name} is longer than {_LONGEST} characters")
         self.values[name] = value
 
-    def fields(self, word: Token) -> list[str]:
+    def fields(self, word: ShellToken) -> list[str]:
         """Expands a word to zero, one or several words."""
         found: list[str] = []
         now: str | None = None
@@ -101,7 +101,7 @@ class Variables:
         end()
         return found
 
-    def text(self, parts: Sequence[Part]) -> str:
+    def text(self, parts: Sequence[WordPart]) -> str:
         """Expands the parts of a word without splitting it, as in an assignment."""
         texts = []
         for part in parts:
@@ -113,7 +113,7 @@ class Variables:
 
     def number(self, expression: str) -> int | str:
         """Returns the value of an arithmetic expression, or a placeholder if it can't be computed."""
-        text = self.text((Part(expression, "quoted"),))
+        text = self.text((WordPart(expression, "quoted"),))
         for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", _UNKNOWN.sub("", text))):
             value = self.values.get(name)
             if not isinstance(value, str):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.convert.from_megatron.expand import Value, evaluate, shown, unknown_in
-from mtjax.convert.from_megatron.script import Line, Script
+from mtjax.convert.from_megatron.script import CommandLine, Script
 from mtjax.errors import UserError, require, shortened
 from mtjax.migrate.megatron import by_dest, by_name
 
@@ -179,7 +179,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     """
     script = Script(text, source, positional, dict(variables))
     if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
-        script.lines = [Line([word for line in script.lines for word in line.words], 1)]
+        script.lines = [CommandLine([word for line in script.lines for word in line.words], 1)]
     # The command with most known arguments starts Megatron-LM; others are launchers, echo or mkdir.
     counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
     most = max((count for count, _ in counted), default=0)

@@ -11,17 +11,17 @@ Style = Literal["literal", "quoted", "plain"]
 """literal: not expanded. quoted: variables are expanded. plain: expanded, and split at blanks."""
 
 
-class Part(NamedTuple):
+class WordPart(NamedTuple):
     """A part of a word with one kind of quotes."""
 
     text: str
     style: Style
 
 
-class Token(NamedTuple):
+class ShellToken(NamedTuple):
     """A word, or an operator such as `&&`, a newline or `(`."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
     operator: str
     """"" for a word."""
     line: int
@@ -43,7 +43,7 @@ _HEREDOC = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1")
 _HERE_STRING = re.compile(r"\d*<<<\s*")
 
 
-def tokens(text: str, source: str) -> list[Token]:
+def tokens(text: str, source: str) -> list[ShellToken]:
     """Returns the words and operators of a script, without comments and redirections.
 
     Raises:
@@ -82,13 +82,13 @@ class _Lexer:
         self._at = 0
         self._heredocs: list[str] = []
 
-    def run(self) -> Iterator[Token]:
+    def run(self) -> Iterator[ShellToken]:
         """Yields the tokens of the script."""
         text = self._text
         while self._at < len(text):
             char = text[self._at]
             if char == "\n":
-                yield Token((), "\n", self._line)
+                yield ShellToken((), "\n", self._line)
                 self._at += 1
                 self._skip_heredocs()
             elif char in " \t":
@@ -100,11 +100,11 @@ class _Lexer:
             elif self._skip_redirect():
                 continue
             elif operator := next((o for o in _OPERATORS if text.startswith(o, self._at)), ""):
-                yield Token((), operator, self._line)
+                yield ShellToken((), operator, self._line)
                 self._at += len(operator)
             else:
                 line = self._line
-                yield Token(tuple(self._word()), "", line)
+                yield ShellToken(tuple(self._word()), "", line)
 
     @property
     def _line(self) -> int:
@@ -137,7 +137,7 @@ class _Lexer:
             self._at = end.end() if end else len(self._text)
         self._heredocs = []
 
-    def _word(self) -> Iterator[Part]:
+    def _word(self) -> Iterator[WordPart]:
         """Yields the parts up to a blank or an operator."""
         text, plain = self._text, ""
         while self._at < len(text):
@@ -145,28 +145,28 @@ class _Lexer:
             if char in " \t\n;|&()<>":
                 break
             if char == "'":
-                yield Part(plain, "plain")
+                yield WordPart(plain, "plain")
                 plain = ""
                 end = self._closing("'", self._at + 1)
-                yield Part(text[self._at + 1 : end], "literal")
+                yield WordPart(text[self._at + 1 : end], "literal")
                 self._at = end + 1
             elif char == '"':
-                yield Part(plain, "plain")
+                yield WordPart(plain, "plain")
                 plain = ""
                 yield from self._double_quoted()
             elif char == "\\":
                 if text[self._at + 1 : self._at + 2] != "\n":
-                    yield Part(plain, "plain")
+                    yield WordPart(plain, "plain")
                     plain = ""
-                    yield Part(text[self._at + 1 : self._at + 2], "literal")
+                    yield WordPart(text[self._at + 1 : self._at + 2], "literal")
                 self._at += 2
             else:
                 end = self._expansion_end(self._at)
                 plain += text[self._at : end]
                 self._at = end
-        yield Part(plain, "plain")
+        yield WordPart(plain, "plain")
 
-    def _double_quoted(self) -> Iterator[Part]:
+    def _double_quoted(self) -> Iterator[WordPart]:
         """Yields the parts of a text in double quotes."""
         text, found = self._text, ""
         start, self._at = self._at, self._at + 1
@@ -174,14 +174,14 @@ class _Lexer:
             char = text[self._at]
             if char == '"':
                 self._at += 1
-                yield Part(found, "quoted")
+                yield WordPart(found, "quoted")
                 return
             if char == "\\" and text[self._at + 1 : self._at + 2] in ('"', "\\", "$", "`", "\n"):
-                yield Part(found, "quoted")
+                yield WordPart(found, "quoted")
                 found = ""
                 escaped = text[self._at + 1]
                 if escaped != "\n":
-                    yield Part(escaped, "literal")
+                    yield WordPart(escaped, "literal")
                 self._at += 2
             else:
                 end = self._expansion_end(self._at)

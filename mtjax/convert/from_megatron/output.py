@@ -61,7 +61,7 @@ def note_kernel(to: Translation, run: Config, mesh: MeshShape) -> None:
     kernel, reason = choose_kernel(replace(run, attention="cudnn"), "gpu", mesh=mesh)
     if kernel != "cudnn":
         own = choose_kernel(replace(run, attention="pallas"), "gpu", mesh=mesh)[0] == "pallas"
-        hint = "; --attention pallas does not have this limit (not measured on a GPU yet)" if own else ""
+        hint = "; --attention pallas does not have this limit" if own else ""
         to.differences.append(f"cuDNN's flash attention is not used: {reason}{hint}")
 
 

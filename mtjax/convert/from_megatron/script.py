@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mtjax.convert.from_megatron.conditions import Decided, both, decide
 from mtjax.convert.from_megatron.expand import Value, Variables, shown, unknown, unknown_in
-from mtjax.convert.from_megatron.lexer import Part, Token, tokens
+from mtjax.convert.from_megatron.lexer import ShellToken, WordPart, tokens
 from mtjax.errors import UserError
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -22,7 +22,7 @@ _MOST = 100_000
 """Most commands of a script; a launch script has far fewer."""
 
 
-class Line(NamedTuple):
+class CommandLine(NamedTuple):
     """A command that the script would run."""
 
     words: list[str]
@@ -49,7 +49,7 @@ class Script:
     """
 
     def __init__(self, text: str, source: str, positional: Sequence[str], variables: dict[str, str]) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[CommandLine] = []
         self.notes: list[str] = []
         self._fixed = frozenset(variables)
         values: dict[str, Value] = {**_scheduler(text), **variables}
@@ -58,7 +58,7 @@ class Script:
         with contextlib.suppress(_Exit):
             self._read(tokens(text, source), self.variables, 0)
 
-    def _read(self, found: list[Token], variables: Variables, depth: int) -> None:
+    def _read(self, found: list[ShellToken], variables: Variables, depth: int) -> None:
         """Interprets a list of commands; `depth` counts nested functions and compound commands."""
         if depth > _DEEPEST:
             raise UserError(f"{self._source}: functions and conditions are nested more than {_DEEPEST} deep")
@@ -85,7 +85,7 @@ class Script:
                 status = self._command(found[at:end], variables, depth)
             at = end
 
-    def _define(self, found: list[Token], at: int) -> int:
+    def _define(self, found: list[ShellToken], at: int) -> int:
         """Records the function whose definition starts at index `at`; returns the index after its body."""
         named = at + (found[at].bare == "function")
         start = next((i for i in range(named + 1, len(found)) if found[i].operator not in ("(", ")", "\n")), named)
@@ -95,7 +95,7 @@ class Script:
         self._functions[found[named].raw] = found[start + 1 : end]
         return end + 1
 
-    def _command(self, words: list[Token], variables: Variables, depth: int) -> Decided:
+    def _command(self, words: list[ShellToken], variables: Variables, depth: int) -> Decided:
         """Interprets one command and returns its exit status; records it in `lines` if it runs a program."""
         first = words[0].bare
         if first == "!":
@@ -130,10 +130,10 @@ class Script:
             return True
         if len(self.lines) >= _MOST:
             raise UserError(f"{self._source} has more than {_MOST} commands")
-        self.lines.append(Line(fields, words[0].line))
+        self.lines.append(CommandLine(fields, words[0].line))
         return True
 
-    def _assign(self, words: list[Token], variables: Variables) -> list[Token]:
+    def _assign(self, words: list[ShellToken], variables: Variables) -> list[ShellToken]:
         """Interprets the assignments at the beginning of a command; returns its other words."""
         at = 0
         while at < len(words):
@@ -142,7 +142,7 @@ class Script:
                 break
             name, is_added = match[1], bool(match[2])
             first = words[at].parts[0]
-            parts = (Part(first.text[match.end() :], "plain"), *words[at].parts[1:])
+            parts = (WordPart(first.text[match.end() :], "plain"), *words[at].parts[1:])
             if at + 1 < len(words) and words[at + 1].operator == "(":
                 end = next((i for i in range(at + 2, len(words)) if words[i].operator == ")"), len(words))
                 inside = [word for word in words[at + 2 : end] if not word.operator]
@@ -156,7 +156,7 @@ class Script:
             at += 1
         return words[at:]
 
-    def _compound(self, found: list[Token], variables: Variables, depth: int) -> None:
+    def _compound(self, found: list[ShellToken], variables: Variables, depth: int) -> None:
         """Interprets `if`, `for`, `while`, `case` or `{`."""
         kind, inner = found[0].bare, found[1:-1]
         if kind == "{":
@@ -177,7 +177,7 @@ class Script:
                 variables.assign(words[0].raw, values[0] if values else unknown(words[0].raw))
                 self._read(body, variables, depth + 1)
 
-    def _if(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+    def _if(self, inner: list[ShellToken], first: ShellToken, variables: Variables, depth: int) -> None:
         """Interprets the branch of an `if` whose condition is true; ignores those with unknown conditions."""
         condition, _, remaining = _split_at(inner, "then")
         while True:
@@ -197,7 +197,7 @@ class Script:
                 return
             condition, _, remaining = _split_at(remaining, "then")
 
-    def _holds(self, condition: list[Token], variables: Variables, depth: int) -> Decided:
+    def _holds(self, condition: list[ShellToken], variables: Variables, depth: int) -> Decided:
         """Returns whether a list of commands, joined by && and ||, succeeds; None if unknown."""
         at, holds, joined = 0, True, ""
         while at < len(condition):
@@ -216,14 +216,14 @@ class Script:
             at = end
         return holds
 
-    def _status(self, words: list[Token], variables: Variables, depth: int) -> Decided:
+    def _status(self, words: list[ShellToken], variables: Variables, depth: int) -> Decided:
         """Returns the exit status of a command in a condition; None (unknown) if it would run a program."""
         named = words[1].bare if words[0].bare == "!" and words[1:] else words[0].bare
         # Only the status of builtins is known; programs are not run.
         is_decided = named in ("[", "[[", "test", "true", "false", ":")
         return self._command(words, variables, depth) if is_decided else None
 
-    def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+    def _case(self, inner: list[ShellToken], first: ShellToken, variables: Variables, depth: int) -> None:
         """Interprets the first branch of a `case` whose pattern matches.
 
         Raises:
@@ -245,7 +245,7 @@ class Script:
                 return
             branches = branches[end + 1 :]
 
-    def _note(self, token: Token, text: str) -> None:
+    def _note(self, token: ShellToken, text: str) -> None:
         self.notes.append(f"line {token.line}: {text}")
 
 
@@ -265,12 +265,12 @@ def _scheduler(text: str) -> dict[str, str]:
     return {"PWD": ".", **{name: value for name, value in values.items() if value.isdigit()}}
 
 
-def _is_function(found: list[Token], at: int) -> bool:
+def _is_function(found: list[ShellToken], at: int) -> bool:
     following = [token.operator for token in found[at + 1 : at + 3]]
     return found[at].bare == "function" or (following == ["(", ")"] and bool(re.fullmatch(r"\w+", found[at].bare)))
 
 
-def _end_of_command(found: list[Token], at: int) -> int:
+def _end_of_command(found: list[ShellToken], at: int) -> int:
     """Returns the index after a command; separators inside [[ ]] and an array's parentheses don't end it."""
     is_test = found[at].bare == "[["
     depth = 0
@@ -287,14 +287,14 @@ def _end_of_command(found: list[Token], at: int) -> int:
     return len(found)
 
 
-def _starts(found: list[Token], at: int) -> bool:
+def _starts(found: list[ShellToken], at: int) -> bool:
     """Returns whether a command begins at a token; only there are keywords recognized."""
     return (
         not at or found[at - 1].operator != "" or found[at - 1].bare in ("then", "else", "elif", "do", "if", "{", "!")
     )
 
 
-def _end_of(found: list[Token], at: int) -> int:
+def _end_of(found: list[ShellToken], at: int) -> int:
     """Returns the index of the keyword that closes the one at index `at`."""
     depth = 0
     for i in range(at, len(found)):
@@ -308,7 +308,7 @@ def _end_of(found: list[Token], at: int) -> int:
     return len(found) - 1
 
 
-def _split_at(found: list[Token], *keywords: str) -> tuple[list[Token], str, list[Token]]:
+def _split_at(found: list[ShellToken], *keywords: str) -> tuple[list[ShellToken], str, list[ShellToken]]:
     """Splits tokens at the first of some keywords, outside nested commands: before, keyword, after."""
     depth = 0
     for i, token in enumerate(found):

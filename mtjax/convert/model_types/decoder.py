@@ -7,9 +7,9 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.field_metadata import LAYERS
-from mtjax.convert.model_types.decoder_rows import Names, decoder_rows
-from mtjax.convert.model_types.family import Family, Json, head_json, head_settings
-from mtjax.convert.model_types.parts import Part, activation, all_named, always, fields, no_biases
+from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
+from mtjax.convert.model_types.family import Json, ModelType, head_json, head_settings
+from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, fields, no_biases
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
@@ -65,14 +65,14 @@ SIZE_KEYS = {
 """Settings of sizes -> Llama's keys."""
 
 
-def size_fields(**keys: str) -> Part:
+def size_fields(**keys: str) -> ConfigKeys:
     """Returns the part of sizes; `keys` replaces some of Llama's, "" by none."""
     return fields(**{ours: theirs for ours, theirs in (SIZE_KEYS | keys).items() if theirs})
 
 
 SIZES = size_fields()
 HEAD_DIM = fields(head_dim="head_dim")
-RMS_NORM = Part(
+RMS_NORM = ConfigKeys(
     ("rms_norm_eps",),
     lambda values: {
         "family": "llama",
@@ -91,9 +91,9 @@ ROTARY = always(position="rope")
 LIKE_LLAMA = (SIZES, RMS_NORM, SWIGLU, ROTARY)
 
 
-def layer_norm(key: str = "layer_norm_eps") -> Part:
+def layer_norm(key: str = "layer_norm_eps") -> ConfigKeys:
     """Returns the part of a type with layer norm; `key` is its epsilon's."""
-    return Part(
+    return ConfigKeys(
         (key,),
         lambda values: {"family": "gpt", "norm": "layernorm", "hidden_dropout": 0.0, "norm_epsilon": values[key]},
         lambda model: {key: model.norm_epsilon},
@@ -101,7 +101,7 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
     )
 
 
-def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str, Any]:
+def _settings(parts: tuple[ConfigKeys, ...], defaults: Json, config: Json) -> dict[str, Any]:
     """Returns mtjax's settings, for arguments as of `decoder`.
 
     Raises:
@@ -127,7 +127,7 @@ def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str
     return settings
 
 
-def _written(parts: Sequence[Part], model: Model) -> dict[str, Any]:
+def _written(parts: Sequence[ConfigKeys], model: Model) -> dict[str, Any]:
     """Returns the keys of config.json that parts write; of two that write the same, the later wins."""
     found: dict[str, Any] = {}
     for part in parts:
@@ -149,9 +149,9 @@ def decoder(
     model_type: str,
     name: str,
     defaults: Json,
-    *parts: Part,
-    names: Names | None = None,
-    rows: Callable[[Names, Model], tuple[Row, ...]] = decoder_rows,
+    *parts: ConfigKeys,
+    names: ModuleNames | None = None,
+    rows: Callable[[ModuleNames, Model], tuple[Row, ...]] = decoder_rows,
     ignored: Callable[[Model], tuple[str, ...]] = lambda model: (),
     shared: Callable[[Model], Mapping[str, str]] = lambda model: {},
     only: Only | None = None,
@@ -159,7 +159,7 @@ def decoder(
     classifies: bool = True,
     packed: str = "fp8",
     aliases: Mapping[str, str] | None = None,
-) -> Family:
+) -> ModelType:
     """Describes a decoder type.
 
     Args:
@@ -170,22 +170,22 @@ def decoder(
       names: transformers' names of its modules; Llama's when None.
       rows: returns the rows of its table.
       ignored: returns regular expressions of further tensors that are not read.
-      shared: as `Family.shared`; what files have of these modules is not read.
+      shared: as `ModelType.shared`; what files have of these modules is not read.
       only: keys -> the only values that are supported; a missing key is.
       architecture: ending of the class with a language head.
-      packed: the quantized weights that are read, as in `Family.packed`.
+      packed: the quantized weights that are read, as in `ModelType.packed`.
       classifies: whether transformers has a class for sequence classification.
-      aliases: other names of keys -> the names in `defaults`, as in `Family.aliases`.
+      aliases: other names of keys -> the names in `defaults`, as in `ModelType.aliases`.
     """
-    names, language = names or Names(), f"{name}{architecture}"
+    names, language = names or ModuleNames(), f"{name}{architecture}"
     supported = {**UNSUPPORTED, **(only or {})}
 
     def write(model: Model) -> dict[str, Any]:
         found = _written(parts, model)
-        # A head that transformers lacks is not written, which `Family.misfits` then rejects.
+        # A head that transformers lacks is not written, which `ModelType.misfits` then rejects.
         return found | (head_json(model, name, language) if classifies else {})
 
-    return Family(
+    return ModelType(
         model_type=model_type,
         architecture=language,
         table=names.table(model_type),

@@ -17,7 +17,7 @@ Order = tuple[str, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
-class Names:
+class ModuleNames:
     """transformers' names of a decoder's modules; the defaults are Llama's. An empty name: the type has no such."""
 
     prefix: str = "model."
@@ -79,12 +79,12 @@ class Names:
         return Table(f"Hugging Face's {model_type}", (), self.prefix, ignored=BUFFERS, copies={output: embedding})
 
 
-def decoder_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def decoder_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder without experts."""
     return *outside_rows(names), *attention_rows(names, model), *mlp_rows(names)
 
 
-def outside_rows(names: Names) -> tuple[Row, ...]:
+def outside_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows outside the layers."""
     return (
         row("embedding", f"{names.prefix}{names.embedding}.weight", "vocab embed"),
@@ -97,12 +97,12 @@ def outside_rows(names: Names) -> tuple[Row, ...]:
     )
 
 
-def _positions(names: Names) -> tuple[Row, ...]:
+def _positions(names: ModuleNames) -> tuple[Row, ...]:
     name = f"{names.prefix}{names.positions}.weight"
     return (Row("positions", (Tensor(name, dims("positions embed"), skip=names.positions_skip),)),)
 
 
-def attention_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def attention_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of attention, with its norms."""
     ours = f"{LAYERS}.attention"
     return (
@@ -115,7 +115,7 @@ def attention_rows(names: Names, model: Model) -> tuple[Row, ...]:
     )
 
 
-def mlp_rows(names: Names) -> tuple[Row, ...]:
+def mlp_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of the MLP, gated or not, with its norms."""
     ours = f"{LAYERS}.mlp"
     gate_up = tuple(names.in_mlp(name) for name in (names.gate, names.up))
@@ -137,7 +137,7 @@ def in_dense_layers(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers", 1)) for of in rows)
 
 
-def rotation_order(names: Names, model: Model) -> Order:
+def rotation_order(names: ModuleNames, model: Model) -> Order:
     """Returns the order of a head's channels in transformers' query and key; None for mtjax's own.
 
     transformers rotates channels 2i and 2i + 1 together; mtjax rotates i and i + rotated / 2.
@@ -149,7 +149,7 @@ def rotation_order(names: Names, model: Model) -> Order:
     return "head_dim", (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width))
 
 
-def _separate(names: Names, model: Model) -> tuple[Row, ...]:
+def _separate(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of query, key and value in three tensors."""
     ours, order = f"{LAYERS}.attention.qkv", rotation_order(names, model)
     query, key, value = (names.in_attention(name) for name in (names.query, names.key, names.value))
@@ -178,7 +178,7 @@ def _separate(names: Names, model: Model) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _fused(names: Names, model: Model) -> tuple[Row, ...]:
+def _fused(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of query, key and value in one tensor."""
     heads, keys = model.num_heads, num_kv_heads(model)
     is_grouped = names.qkv_order == "groups"
@@ -206,7 +206,7 @@ def _fused(names: Names, model: Model) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _head_norms(names: Names, model: Model) -> tuple[Row, ...]:
+def _head_norms(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of the norms of queries and keys; `{head}` in a name is one tensor for each head."""
     order, rows = rotation_order(names, model), []
     for kind, theirs, axis, count in (

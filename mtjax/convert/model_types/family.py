@@ -64,7 +64,7 @@ def begin_of_text(tokenizer: Tokenizer) -> int:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelType:
     """A model type of transformers."""
 
     model_type: str
@@ -200,7 +200,7 @@ QUANTIZED = ("quantization_config", "compression_config")
 
 
 def quantized(config: Json, packed: str) -> list[str]:
-    """Returns what of a config.json's quantized weights is not read; `packed` is as in `Family.packed`."""
+    """Returns what of a config.json's quantized weights is not read; `packed` is as in `ModelType.packed`."""
     wrong = []
     for key in QUANTIZED:
         found = config.get(key) or {}
@@ -260,7 +260,7 @@ def head_json(model: Model, name: str, architecture: str, endings: Mapping[str, 
       model: the model, with any head.
       name: prefix of the classes of its family.
       architecture: the class with the language head.
-      endings: as in `head_settings`; any other head is written as a classifier, which `Family.misfits` then rejects.
+      endings: as in `head_settings`; any other head is written as a classifier, which `ModelType.misfits` then rejects.
     """
     if model.head == "language":
         return {"architectures": [architecture]}
@@ -283,7 +283,7 @@ def labels_json(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def activation_name(model: Model) -> str:
-    """Returns transformers' name of a model's activation; "relu" for others, which `Family.misfits` then rejects."""
+    """Returns transformers' name of a model's activation; "relu" for others, which `ModelType.misfits` then rejects."""
     return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
 
 

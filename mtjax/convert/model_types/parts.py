@@ -15,7 +15,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfigKeys:
     """Keys of config.json that belong together."""
 
     keys: tuple[str, ...]
@@ -28,8 +28,8 @@ class Part:
     """Settings -> the key that each is read from, for messages; or several, of which a config.json has one."""
 
 
-def all_named(parts: Iterable[Part]) -> dict[str, str | tuple[str, ...]]:
-    """Returns `Part.named` of several parts, the later of which win."""
+def all_named(parts: Iterable[ConfigKeys]) -> dict[str, str | tuple[str, ...]]:
+    """Returns `ConfigKeys.named` of several parts, the later of which win."""
     return {ours: theirs for part in parts for ours, theirs in part.named.items()}
 
 
@@ -44,19 +44,19 @@ def check_factor(values: Json, key: str) -> None:
         raise UserError(f"{key} is {value!r}, and must be a number above 0")
 
 
-def always(**settings: Any) -> Part:
+def always(**settings: Any) -> ConfigKeys:
     """Returns a part without keys: settings that all models of the type have."""
-    return Part((), lambda values: settings, lambda model: {})
+    return ConfigKeys((), lambda values: settings, lambda model: {})
 
 
-def given(**keys: Any) -> Part:
+def given(**keys: Any) -> ConfigKeys:
     """Returns a part of keys that have these values in all supported models, for other readers of the config."""
-    return Part(tuple(keys), lambda values: {}, lambda model: keys)
+    return ConfigKeys(tuple(keys), lambda values: {}, lambda model: keys)
 
 
-def unused(*keys: str) -> Part:
+def unused(*keys: str) -> ConfigKeys:
     """Returns a part of keys that have no effect in supported models, and that an export does not write."""
-    return Part(keys, lambda values: {}, lambda model: {})
+    return ConfigKeys(keys, lambda values: {}, lambda model: {})
 
 
 _EFFECTIVE: Mapping[str, Callable[[Model], Any]] = {
@@ -74,9 +74,9 @@ def value_of(model: Model, setting: str) -> Any:
     return _EFFECTIVE[setting](model) if setting in _EFFECTIVE else getattr(model, setting)
 
 
-def fields(**settings: str) -> Part:
+def fields(**settings: str) -> ConfigKeys:
     """Returns a part of settings that differ from their keys only in the name: `setting="key"`."""
-    return Part(
+    return ConfigKeys(
         tuple(settings.values()),
         lambda values: {ours: values[theirs] for ours, theirs in settings.items()},
         lambda model: {theirs: value_of(model, ours) for ours, theirs in settings.items()},
@@ -86,7 +86,7 @@ def fields(**settings: str) -> Part:
 
 def scaled(
     setting: str, key: str, read: Callable[[Any], float], write: Callable[[float], float], kind: type = float
-) -> Part:
+) -> ConfigKeys:
     """Returns a part of a setting that is computed from its key; None stays None.
 
     Args:
@@ -105,7 +105,7 @@ def scaled(
         found = None if value is None else inverse(read, value, write(value))
         return kind(found) if found is not None and found == int(found) else found
 
-    return Part(
+    return ConfigKeys(
         (key,),
         forward,
         lambda model: {key: back(getattr(model, setting))},
@@ -139,7 +139,7 @@ GATES: Mapping[str, str] = {
 """The same in an MLP with a gate."""
 
 
-def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu_pytorch_tanh") -> Part:
+def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu_pytorch_tanh") -> ConfigKeys:
     """Returns the part of the MLP's activation, written by its `usual` name if it has several.
 
     The part raises a `UserError` when reading an activation that mtjax does not have.
@@ -156,7 +156,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
     def write(model: Model) -> Json:
         return {key: next((name for name in ordered if names[name] == model.activation), ordered[0])}
 
-    return Part((key,), read, write)
+    return ConfigKeys((key,), read, write)
 
 
 def attention_settings(attention: str, *, mlp: bool) -> Settings:
@@ -166,7 +166,7 @@ def attention_settings(attention: str, *, mlp: bool) -> Settings:
 
 def biases(
     attention: str = "", mlp: str = "", *, with_attention: str = "all", with_mlp: bool = False, always: str = "none"
-) -> Part:
+) -> ConfigKeys:
     """Returns the part of biases.
 
     Args:
@@ -186,10 +186,10 @@ def biases(
         found = {mlp: mlp_bias(model)} if mlp else {}
         return {**found, attention: attention_bias(model) != "none"} if attention else found
 
-    return Part(keys, read, write)
+    return ConfigKeys(keys, read, write)
 
 
-def no_biases() -> Part:
+def no_biases() -> ConfigKeys:
     """Returns the part of a type without biases."""
     return biases()
 
@@ -210,9 +210,9 @@ def repeated(pattern: str, count: int) -> str:
     return (pattern * count)[:count]
 
 
-def window(key: str = "sliding_window") -> Part:
+def window(key: str = "sliding_window") -> ConfigKeys:
     """Returns the part of a window in all layers; null is none."""
-    return Part(
+    return ConfigKeys(
         (key,),
         lambda values: {"attention_window": values[key], "window_layers": "S"},
         lambda model: {key: model.attention_window},
@@ -220,7 +220,9 @@ def window(key: str = "sliding_window") -> Part:
     )
 
 
-def windows(rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Model], Json] = lambda model: {}) -> Part:
+def windows(
+    rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Model], Json] = lambda model: {}
+) -> ConfigKeys:
     """Returns the part of a window in the layers that `layer_types` names.
 
     Args:
@@ -244,12 +246,12 @@ def windows(rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Mode
         }
 
     named = {"attention_window": "sliding_window", "window_layers": "layer_types"}
-    return Part(("sliding_window", "layer_types", *keys), read, write_all, named)
+    return ConfigKeys(("sliding_window", "layer_types", *keys), read, write_all, named)
 
 
 def used_windows(
     rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Model], Json] = lambda model: {}
-) -> Part:
+) -> ConfigKeys:
     """Returns the part of a window as `windows` does, which use_sliding_window turns on."""
     part = windows(rule, *keys, write=write)
 
@@ -259,7 +261,7 @@ def used_windows(
     def write_all(model: Model) -> Json:
         return {**part.write(model), "use_sliding_window": model.attention_window is not None}
 
-    return Part((*part.keys, "use_sliding_window"), read, write_all, part.named)
+    return ConfigKeys((*part.keys, "use_sliding_window"), read, write_all, part.named)
 
 
 def sliding(values: Json, rule: Callable[[Json, int], bool]) -> str:

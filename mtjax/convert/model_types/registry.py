@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from mtjax.config import Model
-from mtjax.convert.model_types.family import Family, Json
+from mtjax.convert.model_types.family import Json, ModelType
 from mtjax.convert.model_types.missing import MISSING
 from mtjax.errors import UserError
 from mtjax.families.registry import FAMILIES, load_part
 
-MODEL_TYPES: Mapping[str, Family] = {
+MODEL_TYPES: Mapping[str, ModelType] = {
     model_type.model_type: model_type
     for parts in FAMILIES.values()
     if parts.hugging_face
@@ -17,7 +17,7 @@ MODEL_TYPES: Mapping[str, Family] = {
 """In the order in which an export prefers types that can represent a model equally well."""
 
 
-def family_of_config(config: Json, source: str) -> Family:
+def family_of_config(config: Json, source: str) -> ModelType:
     """Returns the family that a config.json names.
 
     Raises:
@@ -46,7 +46,7 @@ def _models_inside(config: Json) -> str:
     return f"it is made of other models, {named}, of which mtjax reads those of text alone, from a separate folder"
 
 
-def family_of_model(model: Model, original: str | None = None) -> Family:
+def family_of_model(model: Model, original: str | None = None) -> ModelType:
     """Returns the family that can represent an mtjax model.
 
     Args:

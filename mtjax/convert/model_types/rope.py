@@ -6,7 +6,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import FULL, SLIDING, Part, Settings
+from mtjax.convert.model_types.parts import FULL, SLIDING, ConfigKeys, Settings
 from mtjax.errors import UserError
 
 FACTORS = {
@@ -47,7 +47,7 @@ KNOWN = {
 """Keys within an object of RoPE, of any kind; each kind uses its own, and transformers ignores the others."""
 
 
-def rope(*more: str, fraction: str = "", theta: str = THETA) -> Part:
+def rope(*more: str, fraction: str = "", theta: str = THETA) -> ConfigKeys:
     """Returns the part of RoPE that is the same in all layers.
 
     Args:
@@ -77,7 +77,7 @@ def rope(*more: str, fraction: str = "", theta: str = THETA) -> Part:
         return found | dynamic
 
     named = {**FACTORS, "rope_theta": theta, "rope_fraction": fraction or FRACTION, "rope_scaling": "rope_type"}
-    return Part((*KEYS, theta, fraction or FRACTION), read, write, named)
+    return ConfigKeys((*KEYS, theta, fraction or FRACTION), read, write, named)
 
 
 def rope_object(values: Json) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def scaling_object(model: Model) -> dict[str, Any]:
     return {"rope_type": kind} | {key: value for key, value in (found | lists).items() if value is not None}
 
 
-def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, theta: str = THETA) -> Part:
+def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, theta: str = THETA) -> ConfigKeys:
     """Returns the part of RoPE that differs between layers with full attention and with a window.
 
     Args:
@@ -185,4 +185,4 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, thet
         }
 
     named = {**FACTORS, "rope_theta": theta, "rope_local_theta": local_key or theta, "rope_scaling": "rope_type"}
-    return Part((*KEYS, theta, *((local_key,) if local_key else ())), read, write, named)
+    return ConfigKeys((*KEYS, theta, *((local_key,) if local_key else ())), read, write, named)

@@ -10,7 +10,7 @@ import numpy as np
 from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
 from mtjax.data.corpus.documents import (
-    Chunk,
+    DocumentChunk,
     Fault,
     check_characters,
     decode,
@@ -95,7 +95,7 @@ class Cleaner:
         self._shingles = Shingles(options.shingle_words)
         self._minhash = MinHash()
 
-    def __call__(self, chunk: Chunk) -> CleanedChunk:
+    def __call__(self, chunk: DocumentChunk) -> CleanedChunk:
         """Cleans the documents of a chunk, in order."""
         options = self._options
         kept: list[tuple[int, dict[str, Any], str]] = []
@@ -167,7 +167,7 @@ class OverlapFinder:
         self._tests, self._key = tests, key
         self._shingles = Shingles(OVERLAP_WORDS)
 
-    def __call__(self, chunk: Chunk) -> list[np.ndarray]:
+    def __call__(self, chunk: DocumentChunk) -> list[np.ndarray]:
         """Returns for each test set the indices of its n-grams that occur in the chunk."""
         texts = [value_at(json.loads(document), self._key)[0] for document in chunk.documents]
         hashes = [long_grams(self._shingles, text) for text in texts]

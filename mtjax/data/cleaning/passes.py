@@ -15,10 +15,10 @@ from mtjax.data.cleaning.document import CleanedChunk, Cleaner, CleanOptions, Dr
 from mtjax.data.cleaning.minhash import PERMUTATIONS
 from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicates
 from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
-from mtjax.data.corpus.documents import Chunk, Fault, TextFields, parsed
+from mtjax.data.corpus.documents import DocumentChunk, Fault, TextFields, parsed
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import chunks, expand, total_bytes
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError, require
 
 NEAR_DUPLICATE, LIKE_REMOVED, UNUSABLE = "near-duplicate", "like a removed document", "unusable line"
@@ -115,7 +115,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
             signed = cleaner.sign([text for text in _texts_of(path, job) if text.strip()])
             signatures.write(signed.tobytes())
             seen.removed += len(signed)
-        progress = stack.enter_context(ProgressLine("cleaning", sum(total_bytes(p) for p in job.paths)))
+        progress = stack.enter_context(BytesProgress("cleaning", sum(total_bytes(p) for p in job.paths)))
         before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
         results = map_in_order(cleaner, chunks(job.paths, None, fields), job.workers)
         stack.callback(results.close)
@@ -130,7 +130,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
             progress.update(int(before[chunk.file]) + chunk.read, text_bytes)
 
 
-def _count(job: CleanJob, chunk: Chunk, result: CleanedChunk, seen: _Seen, dropped: IO[str]) -> None:
+def _count(job: CleanJob, chunk: DocumentChunk, result: CleanedChunk, seen: _Seen, dropped: IO[str]) -> None:
     for line, message in result.errors:
         if job.on_error == "fail":
             raise UserError(f"{chunk.where(line)}: {message}; --on-error skip leaves such {chunk.unit}s out")
@@ -156,7 +156,7 @@ def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray
     if job.jaccard >= 1:
         return gone
     signatures, positions = seen.signatures(), seen.positions()
-    with ProgressLine("comparing", BANDS) as progress:
+    with BytesProgress("comparing", BANDS) as progress:
         duplicates = find_duplicates(signatures, job.jaccard, seen.removed, progress.update)
     for duplicate in sorted(duplicates, key=lambda d: d.document):
         row = duplicate.document - seen.removed
@@ -194,7 +194,7 @@ def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[T
     return marks
 
 
-def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Chunk]:
+def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[DocumentChunk]:
     """Yields chunks of the retained rows, and writes them."""
     number = 0
     for chunk in chunks([str(seen.rows)]):

@@ -14,7 +14,7 @@ from mtjax.data.commands.parts import summary
 from mtjax.data.commands.preprocess import Options, absolute_tokenizer, job_of, made_already, run_job
 from mtjax.data.corpus.indexed import bin_path, idx_path
 from mtjax.data.corpus.meta import meta_path
-from mtjax.data.corpus.parts import MOST, Part, part_datasets, stored_sizes
+from mtjax.data.corpus.parts import MOST, CorpusPart, part_datasets, stored_sizes
 from mtjax.data.corpus.resume_record import refuse_existing
 from mtjax.data.progress import say
 from mtjax.errors import UserError, first_line, install_extra, require
@@ -94,7 +94,7 @@ def _run_all(ray: Any, options: Options, of: int) -> None:
     """
     task = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])(_run_part)
     shared = ray.put(replace(options, ray=None, workers=0))
-    waiting = {task.remote(shared, number, of): Part(number, of) for number in range(1, of + 1)}
+    waiting = {task.remote(shared, number, of): CorpusPart(number, of) for number in range(1, of + 1)}
     last_line = time.monotonic()
     while waiting:
         done, _ = ray.wait(list(waiting), timeout=SECONDS_BETWEEN_LINES)

@@ -21,7 +21,7 @@ from mtjax.data.commands.megatron_names import with_own_names
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.parts import MOST, complete_parts, is_made, parse_part, record_of
-from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
+from mtjax.data.corpus.preprocessing import PreprocessingJob, prefixes, preprocess
 from mtjax.data.corpus.resume_record import ResumeRecord, refuse_existing
 from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import digest_of, end_note, open_tokenizer
@@ -115,7 +115,7 @@ def run(options: Options) -> None:
         say(f"{len(complete_parts(options.output, job.part.of))} of {job.part.of} parts are complete")
 
 
-def job_of(options: Options) -> Job:
+def job_of(options: Options) -> PreprocessingJob:
     """Returns the job that the options name, and says what a user should know of the tokenizer.
 
     Raises:
@@ -136,7 +136,7 @@ def job_of(options: Options) -> Job:
         language=options.language,
         parse_special=options.parse_special,
     )
-    return Job(
+    return PreprocessingJob(
         paths=paths,
         outputs=prefixes(options.output if part is None else part.prefix(options.output), encoding),
         tokenizer=tokenizer,
@@ -152,7 +152,7 @@ def job_of(options: Options) -> Job:
     )
 
 
-def made_already(job: Job) -> bool:
+def made_already(job: PreprocessingJob) -> bool:
     """Returns whether the part of a job is there, as a job that is repeated finds it."""
     assert job.part is not None
     records = [record_of(job.part, key, job.options, job.on_error, job.paths) for key in job.outputs]
@@ -160,7 +160,7 @@ def made_already(job: Job) -> bool:
     return made and ResumeRecord(job.outputs, job.identity).read() is None
 
 
-def run_job(options: Options, job: Job) -> None:
+def run_job(options: Options, job: PreprocessingJob) -> None:
     """Preprocesses, and prints what came out.
 
     Raises:

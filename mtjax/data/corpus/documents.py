@@ -32,7 +32,7 @@ class TextFields:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DocumentChunk:
     """Some consecutive documents of one file.
 
     Attributes:
@@ -83,7 +83,7 @@ class Fault:
     message: str
 
 
-def parsed(chunk: Chunk, parse: Callable[[bytes], Value]) -> Iterator[tuple[int, Value | Fault]]:
+def parsed(chunk: DocumentChunk, parse: Callable[[bytes], Value]) -> Iterator[tuple[int, Value | Fault]]:
     """Yields the line of each document of a chunk that is not blank, and what `parse` makes of it.
 
     Args:

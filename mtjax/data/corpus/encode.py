@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.data.corpus.documents import Chunk, Fault, parsed, text_of
+from mtjax.data.corpus.documents import DocumentChunk, Fault, parsed, text_of
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.sentences import sentence_splitter
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChunk:
     """A chunk as ids.
 
     Attributes:
@@ -49,14 +49,14 @@ class Encoded:
     errors: list[tuple[int, str]] = field(default_factory=list)
 
 
-class Encoder:
+class ChunkEncoder:
     """Turns chunks into ids; can be sent to another process."""
 
     def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
         self._tokenizer, self._options = tokenizer, options
         self._split = sentence_splitter(options.language) if options.split_sentences else None
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: DocumentChunk) -> EncodedChunk:
         """Encodes a chunk's documents, in order."""
         rows, errors = _texts(chunk, self._options.keys)
         arrays = {}
@@ -64,14 +64,14 @@ class Encoder:
             parts = [self._sequences(row[key]) for row in rows]
             documents = _encode(parts, self._tokenizer, self._options)
             arrays[key] = _join(documents, token_dtype(self._tokenizer.vocab_size))
-        return Encoded(arrays, len(rows), chunk.end - chunk.start, errors)
+        return EncodedChunk(arrays, len(rows), chunk.end - chunk.start, errors)
 
     def _sequences(self, pieces: list[str]) -> list[str]:
         """Returns the texts of a document that become a sequence each: its pieces, or the sentences of each."""
         return pieces if self._split is None else [sentence for piece in pieces for sentence in self._split(piece)]
 
 
-def _texts(chunk: Chunk, keys: Sequence[str]) -> tuple[list[dict[str, list[str]]], list[tuple[int, str]]]:
+def _texts(chunk: DocumentChunk, keys: Sequence[str]) -> tuple[list[dict[str, list[str]]], list[tuple[int, str]]]:
     rows, errors = [], []
     for line, row in parsed(chunk, lambda document: text_of(document, chunk.is_json, keys)):
         if isinstance(row, Fault):

@@ -13,7 +13,7 @@ from mtjax.data.corpus.meta import UNKNOWN, TokenizerRecord
 from mtjax.data.corpus.resume_record import ResumeRecord
 from mtjax.data.corpus.verify import check_crc
 from mtjax.data.corpus.writer import IndexedWriter
-from mtjax.data.progress import ProgressLine, say
+from mtjax.data.progress import BytesProgress, say
 from mtjax.errors import UserError
 
 SEQUENCES_AT_A_TIME = 1 << 14
@@ -37,7 +37,7 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
         try:
             with (
                 IndexedWriter(output, dtype) as writer,
-                ProgressLine("merging", sum(map(_bytes, datasets))) as progress,
+                BytesProgress("merging", sum(map(_bytes, datasets))) as progress,
             ):
                 done = 0
                 for dataset in datasets:

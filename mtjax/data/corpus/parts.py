@@ -17,7 +17,7 @@ from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
 from mtjax.data.corpus.meta import meta_path, read_meta
 from mtjax.data.corpus.packed import open_packed
-from mtjax.data.corpus.reader import Span, is_json
+from mtjax.data.corpus.reader import DocumentSpan, is_json
 from mtjax.data.corpus.tables import PARQUET_MAGIC
 from mtjax.data.corpus.writer import partial_path
 from mtjax.data.tokens.identity import content_digest
@@ -33,7 +33,7 @@ NAMED = 5
 """Missing parts that a message names."""
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """Part `number` of `of`, counted from 1."""
 
     number: int
@@ -66,12 +66,12 @@ class PartRecord:
     files: str
 
     @property
-    def part(self) -> Part:
+    def part(self) -> CorpusPart:
         """Which part it is."""
-        return Part(self.number, self.of)
+        return CorpusPart(self.number, self.of)
 
 
-def parse_part(text: str) -> Part:
+def parse_part(text: str) -> CorpusPart:
     """Reads `3/64`.
 
     Raises:
@@ -80,7 +80,7 @@ def parse_part(text: str) -> Part:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
         raise UserError(f"--part {text} must be a part and the number of parts, such as 3/64")
-    part = Part(int(match[1]), int(match[2]))
+    part = CorpusPart(int(match[1]), int(match[2]))
     if not 1 <= part.of <= MOST:
         raise UserError(f"--part {text}: the number of parts must be between 1 and {MOST:,}")
     if not 1 <= part.number <= part.of:
@@ -91,7 +91,7 @@ def parse_part(text: str) -> Part:
     return part
 
 
-def record_of(part: Part, key: str, options: EncodeOptions, on_error: str, paths: Sequence[str]) -> PartRecord:
+def record_of(part: CorpusPart, key: str, options: EncodeOptions, on_error: str, paths: Sequence[str]) -> PartRecord:
     """Returns the record of a part's dataset: two machines may have the same files in other folders."""
     settings = {
         "--text-key": list(options.keys),
@@ -123,7 +123,7 @@ def stored_sizes(paths: Sequence[str]) -> list[int | None]:
         raise UserError(f"{e.filename} can't be read: {e.strerror}") from e
 
 
-def spans_of(paths: Sequence[str], part: Part) -> list[Span]:
+def spans_of(paths: Sequence[str], part: CorpusPart) -> list[DocumentSpan]:
     """Returns the documents of a part, as ranges of the files that have them.
 
     Args:
@@ -136,7 +136,7 @@ def spans_of(paths: Sequence[str], part: Part) -> list[Span]:
     sizes = stored_sizes(paths)
     if None in sizes:  # files are cut only by their sizes
         chosen = range(*(len(paths) * k // part.of for k in (part.number - 1, part.number)))
-        return [Span(paths[number]) for number in chosen]
+        return [DocumentSpan(paths[number]) for number in chosen]
     total = sum(size or 0 for size in sizes)
     begin, end = (total * k // part.of for k in (part.number - 1, part.number))
     spans, at = [], 0
@@ -147,11 +147,11 @@ def spans_of(paths: Sequence[str], part: Part) -> list[Span]:
         if first >= last:
             continue
         if first == 0 and last == size:
-            spans.append(Span(path))
+            spans.append(DocumentSpan(path))
         elif _is_divisible(path):
-            spans.append(Span(path, first, None if last == size else last))
+            spans.append(DocumentSpan(path, first, None if last == size else last))
         elif first == 0:
-            spans.append(Span(path))
+            spans.append(DocumentSpan(path))
     return spans
 
 
@@ -166,24 +166,24 @@ def _is_divisible(path: str) -> bool:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from e
 
 
-def part_datasets(output: Path) -> dict[str, dict[Part, Path]]:
+def part_datasets(output: Path) -> dict[str, dict[CorpusPart, Path]]:
     """Returns the prefixes of the finished parts of `output`, by the end of their names, such as `text_document`."""
     return _parts_named(output, ".idx")
 
 
-def part_progress(output: Path) -> dict[str, dict[Part, Path]]:
+def part_progress(output: Path) -> dict[str, dict[CorpusPart, Path]]:
     """Returns the records of the parts of `output` that are not finished, by the end of their names."""
     hidden = partial_path(output, "progress").name.removeprefix(f".{output.name}")
     return _parts_named(output.with_name(f".{output.name}"), hidden)
 
 
-def _parts_named(output: Path, end: str) -> dict[str, dict[Part, Path]]:
-    found: dict[str, dict[Part, Path]] = {}
+def _parts_named(output: Path, end: str) -> dict[str, dict[CorpusPart, Path]]:
+    found: dict[str, dict[CorpusPart, Path]] = {}
     for path in sorted(output.parent.glob(f"*{end}")):
         name = path.name.removesuffix(end).removeprefix(output.name)
         if path.name.startswith(output.name) and (match := NAME.fullmatch(name)):
             prefix = path if end.startswith(".progress") else path.with_name(path.name.removesuffix(end))
-            found.setdefault(match[3], {})[Part(int(match[1]), int(match[2]))] = prefix
+            found.setdefault(match[3], {})[CorpusPart(int(match[1]), int(match[2]))] = prefix
     return found
 
 

@@ -11,16 +11,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from mtjax.data.corpus.documents import Chunk, TextFields
-from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
+from mtjax.data.corpus.documents import DocumentChunk, TextFields
+from mtjax.data.corpus.encode import ChunkEncoder, EncodedChunk, EncodeOptions
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.meta import TokenizerRecord
 from mtjax.data.corpus.parallel import map_in_order
-from mtjax.data.corpus.parts import Part, record_of, spans_of
-from mtjax.data.corpus.reader import Position, Span, chunks, total_bytes
-from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
+from mtjax.data.corpus.parts import CorpusPart, record_of, spans_of
+from mtjax.data.corpus.reader import DocumentSpan, Position, chunks, total_bytes
+from mtjax.data.corpus.resume_record import PreprocessingState, ProcessedCounts, ResumeRecord
 from mtjax.data.corpus.writer import IndexedWriter, publish
-from mtjax.data.progress import ProgressLine, say
+from mtjax.data.progress import BytesProgress, say
 from mtjax.data.tokens.identity import content_digest
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -29,7 +29,7 @@ SECONDS_PER_SAVE = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
+class PreprocessingJob:
     """What to preprocess, into what, and how.
 
     Attributes:
@@ -58,7 +58,7 @@ class Job:
     tokenizer_name: str | None = None
     keys_named: bool = False
     task: str = "preprocessing"
-    part: Part | None = None
+    part: CorpusPart | None = None
     seconds_per_save: float = SECONDS_PER_SAVE
 
 
@@ -68,7 +68,7 @@ def prefixes(output: Path, options: EncodeOptions) -> dict[str, Path]:
     return {key: output.with_name(f"{output.name}_{key.replace('/', '_')}_{level}") for key in options.keys}
 
 
-def preprocess(job: Job) -> Counts:
+def preprocess(job: PreprocessingJob) -> ProcessedCounts:
     """Writes the indexed datasets of a job; returns the counts of what was processed.
 
     Raises:
@@ -82,7 +82,7 @@ def preprocess(job: Job) -> Counts:
             record.remove()
         elif not saved.sealed:
             say(f"continuing after {saved.counts.documents:,} documents of an interrupted run")
-        state = saved or State()
+        state = saved or PreprocessingState()
         if not state.sealed:
             try:
                 _encode_into(job, state, record)
@@ -96,19 +96,19 @@ def preprocess(job: Job) -> Counts:
     return state.counts
 
 
-def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
+def _encode_into(job: PreprocessingJob, state: PreprocessingState, record: ResumeRecord) -> None:
     """Takes the job from `state` to sealed, bringing `state` and its record up to date on the way."""
     dtype = token_dtype(job.tokenizer.vocab_size)
-    spans = [Span(path) for path in job.paths] if job.part is None else spans_of(job.paths, job.part)
+    spans = [DocumentSpan(path) for path in job.paths] if job.part is None else spans_of(job.paths, job.part)
     counts, before, last_save = state.counts, _bytes_before(spans), time.monotonic()
     with contextlib.ExitStack() as stack:
         writers = {
             key: stack.enter_context(IndexedWriter(prefix, dtype, state.writers.get(key)))
             for key, prefix in job.outputs.items()
         }
-        progress = stack.enter_context(ProgressLine(job.task, before[-1], counts.text_bytes))
+        progress = stack.enter_context(BytesProgress(job.task, before[-1], counts.text_bytes))
         source = chunks(spans, state.position, TextFields(job.options.keys, job.keys_named))
-        encoded = map_in_order(Encoder(job.tokenizer, job.options), source, job.workers)
+        encoded = map_in_order(ChunkEncoder(job.tokenizer, job.options), source, job.workers)
         stack.callback(encoded.close)
         for chunk, result in encoded:
             _report(chunk, result, job.on_error)
@@ -135,7 +135,7 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
         record.write(state)
 
 
-def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: ResumeRecord) -> None:
+def _refuse_empty(job: PreprocessingJob, writers: Mapping[str, IndexedWriter], record: ResumeRecord) -> None:
     """Refuses a dataset without a single token, and forgets the run: to continue it would change nothing.
 
     Raises:
@@ -150,12 +150,12 @@ def _refuse_empty(job: Job, writers: Mapping[str, IndexedWriter], record: Resume
             )
 
 
-def _after(chunk: Chunk) -> Position:
+def _after(chunk: DocumentChunk) -> Position:
     lines = sum(document.count(b"\n") for document in chunk.documents)
     return Position(chunk.file, chunk.end, chunk.first_line + lines)
 
 
-def _report(chunk: Chunk, result: Encoded, on_error: str) -> None:
+def _report(chunk: DocumentChunk, result: EncodedChunk, on_error: str) -> None:
     for line, message in result.errors:
         text = f"{chunk.where(line)}: {message}"
         if on_error == "fail":
@@ -163,7 +163,7 @@ def _report(chunk: Chunk, result: Encoded, on_error: str) -> None:
         say(f"skipped {text}")
 
 
-def _bytes_before(spans: Sequence[Span]) -> list[int]:
+def _bytes_before(spans: Sequence[DocumentSpan]) -> list[int]:
     """Bytes before each file, and in all of them; what is not local counts as nothing."""
     sizes = [(total_bytes(span.path) if span.end is None else span.end) - span.begin for span in spans]
     return list(accumulate((max(size, 0) for size in sizes), initial=0))

@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mtjax.data.corpus.documents import Chunk, TextFields, check_layout
+from mtjax.data.corpus.documents import DocumentChunk, TextFields, check_layout
 from mtjax.data.corpus.folders import files_in
 from mtjax.data.corpus.packed import OpenFile, open_packed, without_suffixes
-from mtjax.data.corpus.tables import DELIMITERS, Row, columnar_rows, delimited_rows, is_columnar, parquet_rows
+from mtjax.data.corpus.tables import DELIMITERS, JsonRow, columnar_rows, delimited_rows, is_columnar, parquet_rows
 from mtjax.errors import UserError, require
 from mtjax.storage import filesystem, url_of
 
@@ -34,7 +34,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Span:
+class DocumentSpan:
     """The documents of a file that begin in a range of its bytes as stored, or all of them; see `parts.spans_of`.
 
     Attributes:
@@ -106,8 +106,8 @@ def is_json(path: str) -> bool:
 
 
 def chunks(
-    paths: Sequence[str | Span], start: Position | None = None, fields: TextFields = ANY_TEXT
-) -> Iterator[Chunk]:
+    paths: Sequence[str | DocumentSpan], start: Position | None = None, fields: TextFields = ANY_TEXT
+) -> Iterator[DocumentChunk]:
     """Yields the documents of files one after another.
 
     Args:
@@ -122,7 +122,7 @@ def chunks(
     for number in range(start.file, len(paths)):
         position = start if number == start.file else Position(number)
         path = paths[number]
-        yield from _file_chunks(Span(path) if isinstance(path, str) else path, position, fields)
+        yield from _file_chunks(DocumentSpan(path) if isinstance(path, str) else path, position, fields)
 
 
 class _Documents(NamedTuple):
@@ -137,7 +137,7 @@ class _Documents(NamedTuple):
       lines_from: a byte in the content.
     """
 
-    rows: Iterator[Row]
+    rows: Iterator[JsonRow]
     is_json: bool
     unit: str
     offset: int
@@ -145,17 +145,17 @@ class _Documents(NamedTuple):
     lines_from: int = 0
 
 
-def _file_chunks(span: Span, start: Position, fields: TextFields) -> Iterator[Chunk]:
+def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Iterator[DocumentChunk]:
     path = span.path
     try:
         with open_packed(path) as file:
             documents = _documents(span, file, start, fields)
             offset, line, held, size, faults = documents.offset, documents.line, [], 0, {}
 
-            def chunk() -> Chunk:
+            def chunk() -> DocumentChunk:
                 read = min(file.raw.tell(), total_bytes(path) or file.raw.tell()) - span.begin
                 shape = (documents.is_json, max(read, 0), documents.unit, faults or None, documents.lines_from)
-                return Chunk(path, start.file, offset, offset + size, line, held, *shape)
+                return DocumentChunk(path, start.file, offset, offset + size, line, held, *shape)
 
             for document, fault in documents.rows:
                 if fault is not None:
@@ -174,7 +174,7 @@ def _file_chunks(span: Span, start: Position, fields: TextFields) -> Iterator[Ch
         raise UserError(f"{path} can't be read: {e.strerror or e}") from e
 
 
-def _documents(span: Span, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
+def _documents(span: DocumentSpan, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
     path, place = span.path, (start.offset, start.line)
     if is_columnar(file.head):
         if file.content is not file.raw:
@@ -187,16 +187,16 @@ def _documents(span: Span, file: OpenFile, start: Position, fields: TextFields) 
         return _Documents(delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row", *place)
     if not is_json(path):
         _skip(file.content, start.offset)
-        return _Documents(map(Row, _pieces(file.content, piece_bytes(path))), False, "line", *place)
+        return _Documents(map(JsonRow, _pieces(file.content, piece_bytes(path))), False, "line", *place)
     check_layout(path, file.head)
     first = _first_line_in(file.content, span.begin)
     offset = start.offset or first
     _skip(file.content, offset)
     left = None if span.end is None else span.end - offset
-    return _Documents(map(Row, _lines(file.content, left)), True, "line", offset, start.line, first)
+    return _Documents(map(JsonRow, _lines(file.content, left)), True, "line", offset, start.line, first)
 
 
-def _rows_of_span(span: Span, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
+def _rows_of_span(span: DocumentSpan, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
     """Returns the rows of the row groups of a Parquet file that belong to a span."""
     size = file.raw.seek(0, io.SEEK_END)
     file.raw.seek(0)

@@ -8,7 +8,7 @@ from mtjax.config import Data
 from mtjax.data.cache import Cache
 from mtjax.data.corpus.folders import files_in
 from mtjax.data.corpus.words import Word, split_words
-from mtjax.data.progress import ProgressLine, say
+from mtjax.data.progress import BytesProgress, say
 from mtjax.errors import UserError
 from mtjax.storage import attempt, blocks_of, files_below, filesystem, is_file, read_bytes, url_of
 
@@ -67,7 +67,7 @@ def _copy(fs: Any, paths: list[str], cache: Cache) -> Path:
     def build(folder: Path) -> None:
         say(f"copying {paths[0]} (once; kept in {cache.root})")
         done = 0
-        with ProgressLine(f"copying {Path(paths[0]).name}", total) as progress:
+        with BytesProgress(f"copying {Path(paths[0]).name}", total) as progress:
             for path, info in zip(paths, infos, strict=True):
                 with (folder / Path(path).name).open("wb") as file:
                     for block in blocks_of(path, info["size"]):

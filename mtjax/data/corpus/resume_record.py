@@ -17,7 +17,7 @@ from mtjax.errors import UserError
 
 
 @dataclass
-class Counts:
+class ProcessedCounts:
     """What has been processed since the start, over all interruptions."""
 
     documents: int = 0
@@ -26,7 +26,7 @@ class Counts:
 
 
 @dataclass
-class State:
+class PreprocessingState:
     """Where a run is.
 
     Attributes:
@@ -38,7 +38,7 @@ class State:
     """
 
     position: Position = field(default_factory=Position)
-    counts: Counts = field(default_factory=Counts)
+    counts: ProcessedCounts = field(default_factory=ProcessedCounts)
     writers: dict[str, dict[str, int]] = field(default_factory=dict)
     sealed: bool = False
     share: float = 0.0
@@ -82,7 +82,7 @@ class ResumeRecord:
             finally:
                 self._lock.unlink(missing_ok=True)
 
-    def read(self) -> State | None:
+    def read(self) -> PreprocessingState | None:
         """Reads where an earlier run of the same job stopped; None without one, or if it can't be continued."""
         if self._identity is None or not self._path.is_file():
             return None
@@ -90,7 +90,9 @@ class ResumeRecord:
             saved = json.loads(self._path.read_text())
             if saved.pop("identity") != self._identity:
                 return None
-            state = State(Position(**saved["position"]), Counts(**saved["counts"]), saved["writers"], saved["sealed"])
+            state = PreprocessingState(
+                Position(**saved["position"]), ProcessedCounts(**saved["counts"]), saved["writers"], saved["sealed"]
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         resumable = state.sealed or all(can_resume(p, state.writers.get(k, {})) for k, p in self._outputs.items())
@@ -100,7 +102,7 @@ class ResumeRecord:
         """Returns whether an earlier run left a record."""
         return self._path.is_file()
 
-    def write(self, state: State) -> None:
+    def write(self, state: PreprocessingState) -> None:
         """Keeps `state`, atomically; does nothing for a run without identity."""
         if self._identity is None:
             return

@@ -26,7 +26,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 LONGEST_FIELD = 1 << 30
 
 
-class Row(NamedTuple):
+class JsonRow(NamedTuple):
     """A row as a line of JSON.
 
     Attributes:
@@ -43,7 +43,7 @@ def is_columnar(head: bytes) -> bool:
     return head.startswith((PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC))
 
 
-def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[Row]:
+def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[JsonRow]:
     """Yields the rows of a Parquet or Arrow file.
 
     Args:
@@ -64,7 +64,7 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
             step = min(max(batch.num_rows * BYTES_AT_A_TIME // max(batch.nbytes, 1), 1), ROWS_AT_A_TIME)
             for start in range(0, batch.num_rows, step):
                 for row in batch.slice(start, step).to_pylist():
-                    yield Row(_line(row))
+                    yield JsonRow(_line(row))
     except UnicodeDecodeError as e:
         raise UserError(f"{path} has a column of strings that are not UTF-8: {e}") from e
     except (arrow.ArrowException, OSError) as e:
@@ -165,7 +165,7 @@ def _json_value(value: Any) -> Any:
         return {"base64": base64.b64encode(value).decode()}
 
 
-def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextFields, skip: int) -> Iterator[Row]:
+def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextFields, skip: int) -> Iterator[JsonRow]:
     """Yields the rows of a CSV or TSV file below its header.
 
     Args:
@@ -199,7 +199,7 @@ def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextField
             fault = None
             if len(row) != len(names):
                 fault = f"it has {len(row)} fields, and the header {len(names)}: quote fields that have {delimiter!r}"
-            yield Row(_line(chosen), fault)
+            yield JsonRow(_line(chosen), fault)
     except csv.Error as e:
         raise UserError(f"{path}, line {reader.line_num}: {e}") from e
     except UnicodeDecodeError as e:

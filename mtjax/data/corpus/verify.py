@@ -4,7 +4,7 @@ import zlib
 
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, checked_ids
 from mtjax.data.corpus.meta import meta_path
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import BytesProgress
 from mtjax.errors import UserError
 
 TOKENS_AT_A_TIME = 1 << 22
@@ -18,7 +18,7 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> str:
     """
     known = dataset.meta.vocab_size if dataset.meta else None
     vocab_size, crc, total = vocab_size or known, 0, dataset.num_tokens
-    with ProgressLine(f"verifying {dataset.prefix.name}", total) as progress:
+    with BytesProgress(f"verifying {dataset.prefix.name}", total) as progress:
         for at in range(0, total, TOKENS_AT_A_TIME):
             tokens = dataset.flat(at, min(at + TOKENS_AT_A_TIME, total))
             crc = zlib.crc32(tokens.data, crc)

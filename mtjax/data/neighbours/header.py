@@ -26,7 +26,7 @@ def sums_path(prefix: str | Path, split: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SampleSettings:
     """What shapes the samples of a split: chunk u of sample i is the same text for equal settings.
 
     Attributes:
@@ -70,7 +70,7 @@ class Header:
       format: version.
     """
 
-    settings: Settings
+    settings: SampleSettings
     samples: int
     database: list[dict[str, Any]]
     chunks: int
@@ -96,17 +96,17 @@ def read_header(path: Path) -> Header:
       UserError: it isn't there or isn't as it was written.
     """
     values = unsealed(path, FORMAT, "mtjax data neighbours", Header)
-    values["settings"] = Settings(**values["settings"])
+    values["settings"] = SampleSettings(**values["settings"])
     return Header(**values)
 
 
-def check_settings(path: Path, made: Settings, run: Settings) -> None:
+def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> None:
     """Refuses neighbours of other samples than the run's.
 
     Raises:
       UserError: names the setting that differs, with both values.
     """
-    simple = [f.name for f in fields(Settings) if f.name not in ("texts", "order", "tokenizer", "requested")]
+    simple = [f.name for f in fields(SampleSettings) if f.name not in ("texts", "order", "tokenizer", "requested")]
     for name in simple:
         theirs, ours = getattr(made, name), getattr(run, name)
         if theirs != ours:

@@ -11,7 +11,7 @@ import numpy as np
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.neighbours.chunks import ChunkDatabase
 from mtjax.data.neighbours.header import (
-    Settings,
+    SampleSettings,
     check_settings,
     header_path,
     read_header,
@@ -81,7 +81,7 @@ class Neighbours:
         cls,
         prefix: str | Path,
         split: str,
-        settings: Settings,
+        settings: SampleSettings,
         corpora: Sequence[IndexedDataset],
         **arguments: Any,
     ) -> "Neighbours":

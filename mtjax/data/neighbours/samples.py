@@ -9,7 +9,7 @@ import numpy as np
 from mtjax.config import Config
 from mtjax.data.batches.batch_schedule import train_samples
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.neighbours.header import Settings
+from mtjax.data.neighbours.header import SampleSettings
 from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.samples.blend import BlendedDataset
 from mtjax.data.samples.order import Concatenated, SampleOrder, Shifted, TrainingText
@@ -22,7 +22,7 @@ from mtjax.families.gpt.samples import GPTDataset
 
 
 @dataclass(frozen=True)
-class Training:
+class DatabaseText:
     """The training text of a run: the database in which neighbours are searched.
 
     Attributes:
@@ -43,17 +43,19 @@ class Training:
         ]
 
 
-def training_text(opener: SplitOpener) -> Training:
+def training_text(opener: SplitOpener) -> DatabaseText:
     """Opens the corpora of a run's training text; one that is named twice is in it once."""
     found: dict[str, tuple[IndexedDataset, tuple[int, int], TrainingText]] = {}
     for source in opener.sources:
         corpus, text = opener.corpus(source), opener.describe(source)
         found.setdefault(corpus.content(), (corpus, (text.first, text.first + text.documents), text))
     corpora, bounds, texts = zip(*found.values(), strict=True)
-    return Training(list(corpora), list(bounds), list(texts))
+    return DatabaseText(list(corpora), list(bounds), list(texts))
 
 
-def settings_of(config: Config, opener: SplitOpener, dataset: Dataset, order: SampleOrder, chunk: int) -> Settings:
+def settings_of(
+    config: Config, opener: SplitOpener, dataset: Dataset, order: SampleOrder, chunk: int
+) -> SampleSettings:
     """Returns what shapes the samples of a split.
 
     Raises:
@@ -63,7 +65,7 @@ def settings_of(config: Config, opener: SplitOpener, dataset: Dataset, order: Sa
     if length % chunk:
         raise UserError(f"sequence_length {length} must be a multiple of retro_chunk {chunk}")
     texts = [asdict(opener.describe(source)) for source in opener.sources]
-    return Settings(
+    return SampleSettings(
         retro_chunk=chunk,
         sequence_length=length,
         seed=config.training.seed,
@@ -140,7 +142,7 @@ def with_neighbours(config: Config, opener: SplitOpener, dataset: Dataset, order
     return WithNeighbours(dataset, neighbours, order.counts[-1])
 
 
-def _check_bounds(neighbours: Neighbours, training: Training) -> None:
+def _check_bounds(neighbours: Neighbours, training: DatabaseText) -> None:
     """Refuses a database of other documents: they may be the run's validation text."""
     pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = list(
         zip(neighbours.header.database, training.described(), strict=True)

@@ -12,12 +12,12 @@ import numpy as np
 from mtjax.data import Tokenizer
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
-from mtjax.evaluate.rows import Row, Scores
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
+from mtjax.evaluate.rows import RowScores, ScoredRow
+from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
 
 
-def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
+def open_lambada(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the dataset's JSON lines, with a `text` in each.
 
     Raises:
@@ -44,7 +44,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     if not strict:
         raise UserError(f"{path} contains no passages: name the file of LAMBADA's JSON lines")
 
-    def results(scores: Scores) -> Results:
+    def results(scores: RowScores) -> Results:
         words, tokens = scores[: len(strict)], scores[len(strict) :]
         return {
             "accuracy": float(words.all_best.mean()),
@@ -56,7 +56,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     notes = begins_with("each passage", tokenizer, front)
     if cut:
         notes.append(f"{cut} passages are longer than {settings.length} tokens: their beginnings are truncated")
-    return Task([*strict, *lenient], results, "; ".join(notes))
+    return EvaluationTask([*strict, *lenient], results, "; ".join(notes))
 
 
 def _shared(context: list[int], ids: list[int]) -> int:
@@ -64,11 +64,11 @@ def _shared(context: list[int], ids: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(context, ids, strict=False)) if a != b), min(len(context), len(ids)))
 
 
-def _row(ids: list[int], counted: int, length: int) -> Row:
+def _row(ids: list[int], counted: int, length: int) -> ScoredRow:
     """Returns a row of the last ids that scores the last `counted` of them."""
     last_ids = ids[-length - 1 :]
-    return Row(np.asarray(last_ids, np.int32), len(last_ids) - counted)
+    return ScoredRow(np.asarray(last_ids, np.int32), len(last_ids) - counted)
 
 
 MEASURES = {"accuracy": True, "accuracy_lenient": True, "perplexity": False}
-LAMBADA = Kind("lambada", MEASURES, open_lambada)
+LAMBADA = TaskKind("lambada", MEASURES, open_lambada)

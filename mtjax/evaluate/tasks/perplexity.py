@@ -14,12 +14,12 @@ from mtjax.data.corpus.indexed import IndexedDataset, checked_ids, is_indexed, p
 from mtjax.data.corpus.reader import is_json
 from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
-from mtjax.evaluate.rows import Scores, rows_of_text
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
+from mtjax.evaluate.rows import RowScores, rows_of_text
+from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
 
 
-def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
+def open_text(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the documents of a file: plain text is one; JSON lines with `text`, and corpora, contain several.
 
     Raises:
@@ -34,7 +34,7 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     if not tokens:
         raise UserError(f"{path} contains no text")
 
-    def results(scores: Scores) -> Results:
+    def results(scores: RowScores) -> Results:
         loss = -float(scores.log_probability.sum())
         return {
             "perplexity": perplexity_of(loss / tokens),
@@ -45,7 +45,7 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
             "documents": documents,
         }
 
-    return Task(rows, results, "; ".join(begins_with("each document", tokenizer, first)))
+    return EvaluationTask(rows, results, "; ".join(begins_with("each document", tokenizer, first)))
 
 
 def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[tuple[list[int], int]]:
@@ -66,4 +66,4 @@ def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[t
 
 
 MEASURES = {"perplexity": False, "bits_per_byte": False, "loss": False}
-PERPLEXITY = Kind("perplexity", MEASURES, open_text)
+PERPLEXITY = TaskKind("perplexity", MEASURES, open_text)

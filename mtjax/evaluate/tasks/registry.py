@@ -6,10 +6,10 @@ from pathlib import Path
 from mtjax.errors import UserError
 from mtjax.evaluate.tasks.lambada import LAMBADA
 from mtjax.evaluate.tasks.perplexity import PERPLEXITY
-from mtjax.evaluate.tasks.task import Kind
+from mtjax.evaluate.tasks.task import TaskKind
 from mtjax.evaluate.tasks.wikitext103 import WIKITEXT103
 
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (WIKITEXT103, LAMBADA, PERPLEXITY)}
+KINDS: Mapping[str, TaskKind] = {kind.name: kind for kind in (WIKITEXT103, LAMBADA, PERPLEXITY)}
 
 
 def check_data(task: str, path: Path, option: str) -> None:

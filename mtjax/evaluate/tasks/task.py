@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.data import Tokenizer
-from mtjax.evaluate.rows import Row, Scores
+from mtjax.evaluate.rows import RowScores, ScoredRow
 
 Results = Mapping[str, float | int]
 """Results by name, in the order in which they are printed."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class RowSettings:
     """Lengths and prefix of rows."""
 
     length: int
@@ -25,23 +25,23 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """The rows of a data file, and the results computed from their scores."""
 
-    rows: Sequence[Row]
-    results: Callable[[Scores], Results]
+    rows: Sequence[ScoredRow]
+    results: Callable[[RowScores], Results]
     note: str = ""
     """Note on the data, for the user."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """A kind of task, by its name."""
 
     name: str
     measures: Mapping[str, bool]
     """Results by which checkpoints can be compared, the main one first -> whether higher is better."""
-    open: Callable[[Path, Tokenizer, Settings], Task]
+    open: Callable[[Path, Tokenizer, RowSettings], EvaluationTask]
     """Reads a data file; raises `UserError` if it is not in the task's format."""
 
 

@@ -13,8 +13,8 @@ from mtjax.data import Tokenizer
 from mtjax.data.json_lines import read_text
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
-from mtjax.evaluate.rows import Scores, rows_of_text, windows
-from mtjax.evaluate.tasks.task import Kind, Results, Settings, Task, begins_with, perplexity_of
+from mtjax.evaluate.rows import RowScores, rows_of_text, windows
+from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
 
 SPACED = {
     "s '": "s'",
@@ -55,7 +55,7 @@ def detokenized(text: str) -> str:
     return text
 
 
-def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
+def open_wikitext(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the dataset's file of validation or test tokens.
 
     Raises:
@@ -73,7 +73,7 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     rows = rows_of_text(ids, settings.length, settings.overlap, len(front) + 1)
     in_megatron = sum(1 for _ in windows(len(ids), settings.length, settings.overlap))
 
-    def results(scores: Scores) -> Results:
+    def results(scores: RowScores) -> Results:
         loss = -float(scores.log_probability.sum())
         return {
             "perplexity": perplexity_of(loss / (words - 1)),
@@ -87,8 +87,8 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
     notes = begins_with("the text", tokenizer, front)
     if " @-@ " not in raw and " @,@ " not in raw:
         notes.append(f"{path} contains no ' @-@ ' or ' @,@ ': is it the original WikiText-103?")
-    return Task(rows, results, "; ".join(notes))
+    return EvaluationTask(rows, results, "; ".join(notes))
 
 
 MEASURES = {"perplexity": False, "token_perplexity": False, "loss": False}
-WIKITEXT103 = Kind("wikitext103", MEASURES, open_wikitext)
+WIKITEXT103 = TaskKind("wikitext103", MEASURES, open_wikitext)

@@ -4,7 +4,7 @@ from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.parts.attention import Attention
 from mtjax.analysis.parts.embedding import Lookup, Norm, Positions
 from mtjax.analysis.parts.experts import Experts
-from mtjax.analysis.parts.heads import OneToken, Output
+from mtjax.analysis.parts.heads import OneToken, OutputProjection
 from mtjax.analysis.parts.latent_attention import LatentAttention
 from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import Norms, Part
@@ -49,13 +49,16 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
         final = (*final, TableProjection("project_out", table, hidden, tokens))
     if model.head == "language":
         is_tied, bias = model.tie_embeddings, model.output_bias
-        head: Part = Output(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
+        head: Part = OutputProjection(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
     else:
         head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
     read_again = bool(projected) or model.embedding_norm
     if model.embedding_norm:
         positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
-    ahead = (LookupAhead(rows, hidden, owns_table=False), Output(rows, hidden, tokens, owns_table=False)) * layers
+    ahead = (
+        LookupAhead(rows, hidden, owns_table=False),
+        OutputProjection(rows, hidden, tokens, owns_table=False),
+    ) * layers
     return Anatomy(
         model,
         embed=(Lookup(rows, table, width=symbol, read_again=read_again), *projected, *positions),

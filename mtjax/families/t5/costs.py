@@ -3,7 +3,7 @@
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.parts.attention import CrossAttention
 from mtjax.analysis.parts.embedding import Lookup, Norm, Positions, RelativeBias
-from mtjax.analysis.parts.heads import Output
+from mtjax.analysis.parts.heads import OutputProjection
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
 from mtjax.config.sizes import (
@@ -47,7 +47,7 @@ def t5(model: Model) -> Anatomy:
         head=(
             Norm("encoder.final_norm", norm_vectors(model), hidden),
             Norm("decoder.final_norm", norm_vectors(model), hidden),
-            Output(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER_SIDE),
+            OutputProjection(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER_SIDE),
         ),
     )
 

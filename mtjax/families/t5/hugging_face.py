@@ -4,7 +4,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import decoder_layers, head_dim, mlp_size
-from mtjax.convert.model_types.family import Family, Field, Json
+from mtjax.convert.model_types.family import Field, Json, ModelType
 from mtjax.convert.model_types.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"decoder_start_token_id": ids.bos, "pad_token_id": ids.pad, "eos_token_id": ids.eos}
 
 
-def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: int, inner: int) -> Family:
+def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: int, inner: int) -> ModelType:
     """Returns one of the families, which differ in defaults, scaled outputs and tables of positions."""
     projection = "relu" if model_type == "t5" else "gated-gelu"
     tables = "all" if model_type == "umt5" else "first"
@@ -173,7 +173,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
         }
 
     sizes = (Field("num_layers", "num_layers", layers), Field("num_heads", "num_heads", heads))
-    return Family(
+    return ModelType(
         model_type=model_type,
         architecture=f"{model_class}ForConditionalGeneration",
         table=TABLE,

@@ -12,8 +12,8 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.finetune.labels import classes_of, label_numbers
 from mtjax.finetune.metrics import mean_loss, softmax
-from mtjax.finetune.rows import Example, Examples, Fields, read_examples
-from mtjax.finetune.samples import Encoder, Ids, LazyRows, Samples
+from mtjax.finetune.rows import Example, Examples, FieldNames, read_examples
+from mtjax.finetune.samples import Ids, LazyRows, RowEncoder, Samples
 from mtjax.finetune.tasks.task import DEV, TABLES, HeldOut, Scores
 
 
@@ -42,7 +42,7 @@ class Labelled:
         """Reads the rows of TSV or JSON lines."""
         return read_examples(path, self.fields(config), labelled=labelled)
 
-    def fields(self, config: Config) -> Fields:
+    def fields(self, config: Config) -> FieldNames:
         """Returns the names of the fields: those in the options, else the task's.
 
         Raises:
@@ -55,7 +55,7 @@ class Labelled:
             raise UserError(
                 f"--text-fields {options.text_fields} names {len(texts[0])} fields, but must name one or two"
             )
-        return Fields(texts, (options.label_field,) if options.label_field else self.label)
+        return FieldNames(texts, (options.label_field,) if options.label_field else self.label)
 
     def labels_of(self, config: Config, examples: Sequence[Example]) -> tuple[str, ...] | None:
         """Returns the task's labels, those in the options, or those that occur in the rows; None for a regression."""
@@ -63,7 +63,9 @@ class Labelled:
             return None
         return self.labels or config.finetuning.labels or classes_of(examples)
 
-    def encoded(self, examples: Sequence[Example], encoder: Encoder, config: Config, which: str = "") -> "EncodedRows":
+    def encoded(
+        self, examples: Sequence[Example], encoder: RowEncoder, config: Config, which: str = ""
+    ) -> "EncodedRows":
         """Encodes each example as a row."""
         options, model = config.finetuning, config.model
         # Converted weights may have no label names: use numbers.
@@ -116,12 +118,12 @@ class EncodedRows:
         examples: Sequence[Example],
         labels: tuple[str, ...] | None,
         note: str,
-        encoder: Encoder,
+        encoder: RowEncoder,
     ) -> None:
         self.metrics, self.examples, self.labels, self.note = metrics, examples, labels, note
         self.format, self.ids = encoder.format, self._ids(encoder)
 
-    def _ids(self, encoder: Encoder) -> list[Ids]:
+    def _ids(self, encoder: RowEncoder) -> list[Ids]:
         return encoder.encode([example.texts for example in self.examples])
 
     @property

@@ -18,7 +18,7 @@ from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import accuracy
 from mtjax.finetune.rows import Example, Examples
-from mtjax.finetune.samples import Encoder, Ids
+from mtjax.finetune.samples import Ids, RowEncoder
 from mtjax.finetune.tasks.labelled import EncodedRows, check_own_fields, numbered
 from mtjax.finetune.tasks.task import HeldOut, Scores
 
@@ -63,7 +63,7 @@ class Race:
         """Returns the four choices."""
         return CHOICES
 
-    def encoded(self, examples: Sequence[Example], encoder: Encoder, config: Config, which: str = "") -> "Choices":
+    def encoded(self, examples: Sequence[Example], encoder: RowEncoder, config: Config, which: str = "") -> "Choices":
         """Encodes each example as four rows."""
         return Choices(accuracy, *numbered(examples, CHOICES, which), encoder)
 
@@ -136,7 +136,7 @@ def filled(question: str, option: str) -> str:
 class Choices(EncodedRows):
     """Encoded questions with a row for each of their choices."""
 
-    def _ids(self, encoder: Encoder) -> list[Ids]:
+    def _ids(self, encoder: RowEncoder) -> list[Ids]:
         texts = encoder.encode([example.texts for example in self.examples])
         return [(choice[:MOST_TOKENS], article) for *choices, article in texts for choice in choices]
 

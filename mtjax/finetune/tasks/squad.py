@@ -15,7 +15,7 @@ from mtjax.data.json_lines import read_text, surrogate_in
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.rows import Examples
-from mtjax.finetune.samples import Encoder
+from mtjax.finetune.samples import RowEncoder
 from mtjax.finetune.tasks.task import HeldOut
 from mtjax.finetune.tasks.windows import Windows
 
@@ -93,7 +93,7 @@ class Squad:
     def labels_of(self, config: Config, examples: Sequence[Question]) -> None:
         """Returns None: answers are spans."""
 
-    def encoded(self, examples: Sequence[Question], encoder: Encoder, config: Config, which: str = "") -> Windows:
+    def encoded(self, examples: Sequence[Question], encoder: RowEncoder, config: Config, which: str = "") -> Windows:
         """Encodes questions, and windows of their passages.
 
         Raises:

@@ -10,7 +10,7 @@ import numpy as np
 from mtjax.config import Config
 from mtjax.finetune.metrics import Scores
 from mtjax.finetune.rows import Examples
-from mtjax.finetune.samples import Encoder, Samples
+from mtjax.finetune.samples import RowEncoder, Samples
 
 TABLES = (".tsv", ".jsonl", ".json", ".txt")
 """Suffixes of files with rows."""
@@ -145,7 +145,7 @@ class Task(HasFiles, Protocol):
         """
         ...
 
-    def encoded(self, examples: Sequence[Any], encoder: Encoder, config: Config, which: str = "") -> Encoded:
+    def encoded(self, examples: Sequence[Any], encoder: RowEncoder, config: Config, which: str = "") -> Encoded:
         """Encodes examples.
 
         Args:

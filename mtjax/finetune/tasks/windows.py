@@ -29,7 +29,7 @@ class Window(NamedTuple):
     end: int
 
 
-class Span(NamedTuple):
+class AnswerSpan(NamedTuple):
     """An answer: its text, the sum of its start and end logits, and its characters from `start` to `end`."""
 
     text: str
@@ -143,7 +143,7 @@ class Windows:
     def _answer(self, number: int, values: np.ndarray, rows: list[int]) -> dict[str, Any]:
         """Returns the JSON answer of a question from the logits of its windows, which are `rows` of `values`."""
         spans = [span for row in rows for span in self._spans(values[row].astype(np.float64), row)]
-        best: dict[str, Span] = {}
+        best: dict[str, AnswerSpan] = {}
         # Overlapping windows find the same text several times: keep its best score.
         for span in sorted(spans, key=lambda span: -span.score):
             best.setdefault(span.text, span)
@@ -164,7 +164,7 @@ class Windows:
         ]
         return line
 
-    def _spans(self, logits: np.ndarray, row: int) -> list[Span]:
+    def _spans(self, logits: np.ndarray, row: int) -> list[AnswerSpan]:
         """Returns the best answers in a window, from its best start and end tokens."""
         window, offset, options = self.windows[row], self.starts[row], self.options
         count = window.end - window.begin
@@ -177,7 +177,7 @@ class Windows:
                 if start <= end < start + options.max_answer_length:
                     begin = int(characters[window.begin + start][0])
                     stop = int(characters[window.begin + end][1])
-                    spans.append(Span(context[begin:stop], float(inside[start, 0] + inside[end, 1]), begin, stop))
+                    spans.append(AnswerSpan(context[begin:stop], float(inside[start, 0] + inside[end, 1]), begin, stop))
         return spans
 
     def _windows_of(self, number: int, length: int) -> list[Window]:

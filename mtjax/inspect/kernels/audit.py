@@ -12,7 +12,7 @@ from mtjax.inspect.causes import cause_of, executed
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Computation, Instruction
 from mtjax.inspect.kernels.dump import Dump, read
-from mtjax.inspect.kernels.kernel import COALESCED, Machine, machine_of
+from mtjax.inspect.kernels.kernel import COALESCED, MachineCode, machine_of
 from mtjax.inspect.kernels.rates import rates_of
 from mtjax.inspect.kernels.source import SourceLines
 from mtjax.inspect.kernels.tools import Assembled, assemble, find_tool
@@ -32,10 +32,10 @@ MOST_READ = 250
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """A kernel and its executions in a step."""
 
-    machine: Machine
+    machine: MachineCode
     instructions: tuple[str, ...]
     """Operations of the program that it executes."""
     count: int
@@ -92,7 +92,7 @@ class Row:
 class KernelReport:
     """All kernels of a step that XLA wrote."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
     """Those that take longest first."""
     step: float
     """Seconds of the step, by the longest clock of each kernel."""
@@ -109,12 +109,12 @@ class KernelReport:
         return by_instructions(self.rows)
 
     @property
-    def faulty(self) -> tuple[Row, ...]:
+    def faulty(self) -> tuple[KernelRow, ...]:
         """Kernels with faults."""
         return tuple(row for row in self.rows if row.faults)
 
 
-def by_instructions(rows: Iterable[Row]) -> dict[str, float]:
+def by_instructions(rows: Iterable[KernelRow]) -> dict[str, float]:
     """Returns the seconds that the instructions of operations' kernels take, but not of matmuls, by name."""
     return {name: row.by_instructions for row in rows if not row.by_products for name in row.instructions}
 
@@ -209,7 +209,7 @@ class _Reader:
     lines: SourceLines
     gpu: Gpu
 
-    def row(self, name: str, sites: list[_Site]) -> Row:
+    def row(self, name: str, sites: list[_Site]) -> KernelRow:
         """Returns a kernel's row; phase, cause and source are those of its first operation."""
         roofline, (computation, instruction, _, in_loop) = self.roofline, sites[0]
         phase, op_name, _ = locate(computation, instruction)
@@ -218,7 +218,7 @@ class _Reader:
         by_bytes, constants = roofline.machines[2].passes(moved), roofline.machines[2].constants
         launch = self.dumped.launches[name]
         machine = machine_of(self.dumped.ptx[name], self.assembled[name], launch, self.gpu, is_matmul=bool(products))
-        return Row(
+        return KernelRow(
             machine=machine,
             instructions=tuple(dict.fromkeys(site.instruction.name for site in sites)),
             count=sum(site.times for site in sites),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtjax.inspect.kernels.ptx import Kernel, Op, width_of
+from mtjax.inspect.kernels.ptx import Op, PtxEntry, width_of
 
 SECTOR = 32
 """Bytes of a sector, the smallest transfer between caches and memory."""
@@ -65,12 +65,12 @@ class Followed:
     is_complete: bool = True
     """Whether it was followed to its end."""
 
-    def bytes_per_thread(self, kernel: Kernel) -> float:
+    def bytes_per_thread(self, kernel: PtxEntry) -> float:
         """Returns the bytes of global memory that a thread loads and stores, on average."""
         return sum(a.threads * kernel.ops[i].access_bytes for i, a in self.accesses.items()) / self.threads
 
 
-def follow(kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
+def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
     """Follows the block in the middle of a launch.
 
     Args:
@@ -82,7 +82,7 @@ def follow(kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, 
 
 
 class _Block:
-    def __init__(self, kernel: Kernel, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+    def __init__(self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.kernel, self.size = kernel, int(np.prod(threads))
         self.needed = kernel.address_slice()
         self.pc = np.zeros(self.size, np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtjax.errors import UserError
 from mtjax.inspect.kernels import ptx
-from mtjax.inspect.kernels.kernel import Launch
+from mtjax.inspect.kernels.kernel import KernelLaunch
 
 _LAUNCH = re.compile(
     r"(\d+): (?:kKernel|kCustomKernel)\s.*?\]\s*(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]"
@@ -21,9 +21,9 @@ _NAME = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 class Dump:
     """Kernels of a program."""
 
-    launches: Mapping[str, Launch]
+    launches: Mapping[str, KernelLaunch]
     """By the kernel's name."""
-    ptx: Mapping[str, ptx.Kernel]
+    ptx: Mapping[str, ptx.PtxEntry]
     files: tuple[Path, ...]
     """The PTX files of launched kernels."""
     of_instruction: Mapping[str, str]
@@ -41,7 +41,7 @@ def read(folder: Path, module: str) -> Dump:
       UserError: the files are not those that this version knows.
     """
     lists = [path for path in folder.glob("*.thunk_sequence.txt") if f".{module}." in path.name]
-    launches: dict[str, Launch] = {}
+    launches: dict[str, KernelLaunch] = {}
     of_instruction: dict[str, str] = {}
     for path in lists:
         metadata = path.with_name(path.name.replace("thunk_sequence", "thunk_metadata"))
@@ -49,9 +49,9 @@ def read(folder: Path, module: str) -> Dump:
         names = {int(number): name for name, number in found}
         for number, name, *sizes in _LAUNCH.findall(path.read_text()):
             x, y, z, *threads, shared = (int(size or 0) for size in sizes)
-            launches[name] = Launch((x, y, z), (threads[0], threads[1], threads[2]), shared)
+            launches[name] = KernelLaunch((x, y, z), (threads[0], threads[1], threads[2]), shared)
             of_instruction[names.get(int(number), name)] = name
-    kernels: dict[str, ptx.Kernel] = {}
+    kernels: dict[str, ptx.PtxEntry] = {}
     files: list[Path] = []
     for path in sorted(folder.glob("*.ptx")):
         found = {name: k for name, k in ptx.parse(path.read_text()).items() if name in launches}

@@ -10,7 +10,7 @@ import numpy as np
 from mtjax.analysis.hardware import Gpu
 from mtjax.inspect.kernels.block import SECTOR, Followed, follow
 from mtjax.inspect.kernels.occupancy import occupancy
-from mtjax.inspect.kernels.ptx import Kernel as Ptx
+from mtjax.inspect.kernels.ptx import PtxEntry as Ptx
 from mtjax.inspect.kernels.rates import ISSUE, ISSUED, L1_SECTORS, L2_SECTORS, PIPE_OF, SECTORS, rates_of
 from mtjax.inspect.kernels.tools import Assembled
 
@@ -19,7 +19,7 @@ COALESCED = 0.5
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """How the host launches a kernel."""
 
     grid: tuple[int, int, int]
@@ -39,11 +39,11 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineCode:
     """A kernel's machine code on a GPU, and one launch of it."""
 
     name: str
-    launch: Launch
+    launch: KernelLaunch
     registers: int
     spilled: int
     """Bytes of a thread, stored for lack of registers."""
@@ -77,7 +77,9 @@ class Machine:
         return max(self.seconds.values())
 
 
-def machine_of(ptx: Ptx, assembled: Assembled, launch: Launch, gpu: Gpu, *, is_matmul: bool = False) -> Machine:
+def machine_of(
+    ptx: Ptx, assembled: Assembled, launch: KernelLaunch, gpu: Gpu, *, is_matmul: bool = False
+) -> MachineCode:
     """Counts what a launch of a kernel does.
 
     Args:
@@ -96,7 +98,7 @@ def machine_of(ptx: Ptx, assembled: Assembled, launch: Launch, gpu: Gpu, *, is_m
     vectors: Counter[int] = Counter()
     for i, access in followed.accesses.items():
         vectors[ptx.ops[i].access_bytes] += access.threads / followed.threads  # pyright: ignore[reportArgumentType]
-    return Machine(
+    return MachineCode(
         name=ptx.name,
         launch=launch,
         registers=assembled.registers,
@@ -121,7 +123,7 @@ def _by_pipe(names: Mapping[str, float]) -> dict[str, float]:
     return counts
 
 
-def _seconds(counts: Mapping[str, float], followed: Followed, launch: Launch, gpu: Gpu) -> dict[str, float]:
+def _seconds(counts: Mapping[str, float], followed: Followed, launch: KernelLaunch, gpu: Gpu) -> dict[str, float]:
     """Returns the seconds of each clock on the SM with most blocks."""
     blocks = math.ceil(launch.blocks / gpu.multiprocessors)
     clock = gpu.clock * 1e9

@@ -86,7 +86,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class PtxEntry:
     """An entry: its instructions in order."""
 
     name: str
@@ -123,7 +123,7 @@ class Kernel:
             yield from _REGISTER.findall(op.address)
 
 
-def parse(text: str) -> dict[str, Kernel]:
+def parse(text: str) -> dict[str, PtxEntry]:
     """Parses a PTX file; name -> kernel. Instructions of unknown kinds are kept as they are."""
     text = _COMMENT.sub("", text)
     starts = list(_ENTRY.finditer(text))
@@ -132,7 +132,7 @@ def parse(text: str) -> dict[str, Kernel]:
         end = starts[i + 1].start() if i + 1 < len(starts) else len(text)
         parameters = tuple(p.split("[")[0].split()[-1] for p in match[2].split(",") if p.strip())
         ops, labels = _body(text[match.end() : end])
-        found[match[1]] = Kernel(match[1], parameters, tuple(ops), labels)
+        found[match[1]] = PtxEntry(match[1], parameters, tuple(ops), labels)
     return found
 
 

@@ -12,7 +12,7 @@ _ANCHORS = {"LDG", "STG", "ATOMG", "RED", "REDG", "ATOM", "LD", "ST", "LDGSTS"}
 
 
 @dataclass(frozen=True)
-class Machine:
+class SassInstruction:
     """An instruction in machine code."""
 
     name: str
@@ -33,7 +33,7 @@ class Machine:
 class Code:
     """Machine code of a kernel."""
 
-    instructions: list[Machine] = field(default_factory=list)
+    instructions: list[SassInstruction] = field(default_factory=list)
     loops: list[tuple[int, int]] = field(default_factory=list)
     """First and last instruction of each loop."""
 
@@ -82,7 +82,7 @@ def parse(text: str) -> dict[str, Code]:
             labels[label[1]] = len(code.instructions)
         elif match := _LINE.match(line):
             at = len(code.instructions)
-            code.instructions.append(Machine(match[1], match[2].lstrip("."), match[3].strip()))
+            code.instructions.append(SassInstruction(match[1], match[2].lstrip("."), match[3].strip()))
             if match[1] == "BRA":
                 code.loops += _backwards(at, match[3], labels)
     return found

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from typing import Any
 
-from mtjax.inspect.kernels.audit import SLOW, SWAPS, KernelReport, Row
+from mtjax.inspect.kernels.audit import SLOW, SWAPS, KernelReport, KernelRow
 from mtjax.inspect.units import duration
 
 KERNEL_HEADS: dict[str, str] = {
@@ -27,11 +27,11 @@ def kernel_rows(report: KernelReport) -> list[list[str]]:
     return [_cells(report, row) for row in shown]
 
 
-def _counts(report: KernelReport, row: Row) -> bool:
+def _counts(report: KernelReport, row: KernelRow) -> bool:
     return row.seconds >= LEAST * report.step
 
 
-def _cells(report: KernelReport, row: Row) -> list[str]:
+def _cells(report: KernelReport, row: KernelRow) -> list[str]:
     m = row.machine
     about = "" if m.is_exact else "~"
     instructions = "-" if row.by_products else f"{about}{duration(row.by_instructions)} {m.bound}"
@@ -51,7 +51,7 @@ def _cells(report: KernelReport, row: Row) -> list[str]:
     ]
 
 
-def accesses(row: Row) -> str:
+def accesses(row: KernelRow) -> str:
     """Returns how a kernel accesses memory: "16 B, 100%" - most bytes of an instruction, and the share of its sectors
     that it uses; "indexed" where addresses depend on data."""
     m = row.machine
@@ -62,7 +62,7 @@ def accesses(row: Row) -> str:
     return f"{widest} B{share}" + (", indexed" if m.is_indexed else "")
 
 
-def _notes(row: Row) -> list[str]:
+def _notes(row: KernelRow) -> list[str]:
     return [kind for kind in row.machine.atomics if kind != SWAPS] + (["matmul"] if row.by_products else [])
 
 
@@ -109,7 +109,7 @@ def kernels_json(report: KernelReport) -> dict[str, Any]:
     }
 
 
-def _json(row: Row) -> dict[str, Any]:
+def _json(row: KernelRow) -> dict[str, Any]:
     m = row.machine
     return {
         "name": m.name,

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.models.activations import activation_of
-from mtjax.models.kernels.grouped import Blocks, Division, Run, add_rows, take_rows
+from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, take_rows
 from mtjax.sharding.axes import varying_like
 
 
@@ -34,14 +34,16 @@ class FrozenBlocks(NamedTuple):
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
         rows = Blocks(self.activation, self.num_experts).rows(owners.size)
-        run = _Adapted(Run(activation_of(self.activation), rows, experts.shape[1]), self.num_biases, self.scale)
+        run = _Adapted(
+            BlockedArguments(activation_of(self.activation), rows, experts.shape[1]), self.num_biases, self.scale
+        )
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *others)
 
 
 class _Adapted(NamedTuple):
     """Static arguments of `_blocked`."""
 
-    run: Run
+    run: BlockedArguments
     num_biases: int
     scale: float
 

@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
-        run = Run(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
+        run = BlockedArguments(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
         return min(max(1 << max(mean.bit_length() - 1, 0), SHORTEST), LONGEST)
 
 
-class Run(NamedTuple):
+class BlockedArguments(NamedTuple):
     """Static arguments of `_blocked`."""
 
     activation: Callable[[Array], Array]
@@ -80,7 +80,7 @@ class _Block(NamedTuple):
 class Division(NamedTuple):
     """All pairs, divided into blocks."""
 
-    run: Run
+    run: BlockedArguments
     order: Int[Array, " pairs"]
     """Indices of pairs sorted by expert, those of other ranks' experts last; padded by a block."""
     counts: Int[Array, " expert"]
@@ -91,7 +91,7 @@ class Division(NamedTuple):
     """Their number."""
 
     @classmethod
-    def of(cls, run: Run, owners: Array, experts: int) -> "Division":
+    def of(cls, run: BlockedArguments, owners: Array, experts: int) -> "Division":
         """Sorts pairs by expert.
 
         Args:
@@ -136,7 +136,7 @@ def add_rows(x: Array, rows: Array, values: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    run: Run,
+    run: BlockedArguments,
     x: Float[Array, "tokens embed"],
     gates: Float[Array, " pairs"],
     owners: Int[Array, " pairs"],
@@ -162,11 +162,11 @@ def _blocked(
     )  # cast inside the custom_vjp, so that the gradient has this type too
 
 
-def _blocked_forward(run: Run, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+def _blocked_forward(run: BlockedArguments, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     return _blocked(run, *arrays), arrays
 
 
-def _blocked_backward(run: Run, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
+def _blocked_backward(run: BlockedArguments, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
     """Recomputes each block's inner layer, and accumulates all gradients in float32.
 
     With h the expert's inner layer and y = gate (h down): d gate = h . (dy down'), d h = gate (dy down'), d down = h'

@@ -26,7 +26,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ArrayShards:
     """Shards of one array."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Pieces:
     """Start index -> shard."""
 
 
-def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
+def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, ArrayShards]:
     """Copies the distinct shards on this process's devices to host memory; the arrays may be donated afterwards.
 
     With `first_copies`, copies only shards with replica id 0: all processes together then have each shard once.
@@ -49,7 +49,8 @@ def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, Pieces]:
             shard.copy_to_host_async()
     parts = {name: {s: np.array(shard) for s, shard in _distinct(leaf, first_copies)} for name, leaf in named}
     return {
-        name: Pieces(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name]) for name, leaf in named
+        name: ArrayShards(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name])
+        for name, leaf in named
     }
 
 
@@ -63,7 +64,7 @@ def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, 
             yield start, shard.data
 
 
-def write_pieces(pieces: Mapping[str, Pieces], metadata: Mapping[str, Any], folder: Path) -> None:
+def write_pieces(pieces: Mapping[str, ArrayShards], metadata: Mapping[str, Any], folder: Path) -> None:
     """Writes a copy; `folder` appears atomically when it is complete, and replaces an earlier one.
 
     Raises:
@@ -86,7 +87,7 @@ def write_pieces(pieces: Mapping[str, Pieces], metadata: Mapping[str, Any], fold
     temporary.rename(folder)
 
 
-def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
+def write_arrays(pieces: Mapping[str, ArrayShards], state: Path) -> None:
     """Writes shards of arrays to a folder, or to an address in an object store, where other processes may write theirs.
 
     Raises:
@@ -102,7 +103,7 @@ def write_arrays(pieces: Mapping[str, Pieces], state: Path) -> None:
         write.result()
 
 
-def _spec(path: Path, array: Pieces) -> dict[str, Any]:
+def _spec(path: Path, array: ArrayShards) -> dict[str, Any]:
     """Returns TensorStore's spec of an array whose chunks are shards, without compression: float weights do not
     compress."""
     return {

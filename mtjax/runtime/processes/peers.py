@@ -52,7 +52,7 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PeerVerdict:
     """Process 0's evaluation of the heartbeats."""
 
     count: int = 0
@@ -80,7 +80,7 @@ class HeartbeatMonitor:
         self._pulses: dict[int, Pulse] = {}
         self._heard: dict[int, float] = {}
 
-    def verdict(self, pulses: dict[int, Pulse], now: float) -> Verdict:
+    def verdict(self, pulses: dict[int, Pulse], now: float) -> PeerVerdict:
         """Evaluates the heartbeats in the service at time `now`, in seconds."""
         for process in range(len(self._who)):
             pulse = pulses.get(process, Pulse())
@@ -96,7 +96,7 @@ class HeartbeatMonitor:
         overdue = max((pulse.step for pulse in running.values() if pulse.overdue), default=0)
         late = [process for process, pulse in running.items() if pulse.step < overdue]
         here = self._pulses[0]
-        return Verdict(here.count, here.where, tuple(ended or silent), overdue, tuple(late))
+        return PeerVerdict(here.count, here.where, tuple(ended or silent), overdue, tuple(late))
 
 
 class Peers:
@@ -122,7 +122,7 @@ class Peers:
         self.at_end: Callable[[], object] = lambda: None
         self.on_overdue: Callable[[int, str], object] = lambda step, late: None
         self._who = [""]
-        self._pulse, self._verdict, self._heard = Pulse(), Verdict(), time.monotonic()
+        self._pulse, self._verdict, self._heard = Pulse(), PeerVerdict(), time.monotonic()
         self._service_lost, self._closed, self._beaten = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> "Peers":
@@ -215,7 +215,7 @@ class Peers:
                 service().key_value_set(f"{PULSES}{self._me}", json.dumps(asdict(pulse)), allow_overwrite=True)
                 if self._me == 0:
                     self._judge()
-                verdict = Verdict(**json.loads(service().key_value_try_get(VERDICT)))
+                verdict = PeerVerdict(**json.loads(service().key_value_try_get(VERDICT)))
                 if verdict.count != self._verdict.count:
                     self._verdict, self._heard = verdict, time.monotonic()
                 if pulse.ended is not None:

@@ -48,7 +48,7 @@ class Stacks(NamedTuple):
     numbers: Array
 
 
-class Shards(NamedTuple):
+class LetterShards(NamedTuple):
     """Arrays by which layers of one letter are differentiated, or their gradients."""
 
     prefetched: list[Array]
@@ -57,7 +57,7 @@ class Shards(NamedTuple):
     """Of other parameters; None for frozen ones."""
 
 
-class Constants(NamedTuple):
+class LayerConstants(NamedTuple):
     """Arrays that every layer reads."""
 
     differentiable: list[Array]
@@ -82,7 +82,7 @@ class Letter:
     result: Any
     """Tree of the function's results."""
     constants: Sequence[tuple[bool, int]]
-    """Of each constant of `function`: whether it is differentiable, and its index among these `Constants`."""
+    """Of each constant of `function`: whether it is differentiable, and its index among these `LayerConstants`."""
     last_matrix: int | None
     """Of the trainable parameters with communication: the matrix that the layer reads last, if there is one."""
 
@@ -116,7 +116,7 @@ class Letter:
         return self.loop.gather(stacks.shards, place)
 
     def forward(
-        self, x: Array, gathered: list[Array], stacks: Stacks, place: Any, shared: Constants, *, saves: bool
+        self, x: Array, gathered: list[Array], stacks: Stacks, place: Any, shared: LayerConstants, *, saves: bool
     ) -> tuple[Array, Tree, Any]:
         """Runs the layer at `place`.
 
@@ -151,7 +151,7 @@ class Letter:
         gathered: list[Array],
         stacks: Stacks,
         place: Any,
-        shared: Constants,
+        shared: LayerConstants,
     ) -> tuple[Array, list[Array], list[Any], list[Array]]:
         """Runs the backward pass of the layer at `place`.
 
@@ -178,22 +178,24 @@ class Letter:
         """Selects, of the unreduced gradients of a layer, that of a matrix which its backward pass computes first."""
         return [] if self.last_matrix is None else [gradients[self.last_matrix]]
 
-    def accumulate(self, sums: Shards, own: list[Any], place: Any) -> Shards:
+    def accumulate(self, sums: LetterShards, own: list[Any], place: Any) -> LetterShards:
         """Adds the gradients of a layer's parameters without communication to their accumulators."""
         return sums._replace(
             resident=jax.tree.map(lambda total, grad: add_to_layer(total, grad, place), sums.resident, own)
         )
 
-    def reduce(self, sums: Shards, pending: Pending) -> Shards:
+    def reduce(self, sums: LetterShards, pending: Pending) -> LetterShards:
         """Reduces the gradients of a layer over ranks, into their accumulators."""
         return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.place))
 
-    def _read_again(self, parameters: list[Any], resident: list[Any], shared: Constants) -> list[Array]:
+    def _read_again(self, parameters: list[Any], resident: list[Any], shared: LayerConstants) -> list[Array]:
         used = [shared.differentiable[i] for i in self.uses]
         return [*self.loop.regathered(parameters), *jax.tree.leaves(resident), *used, *shared.others]
 
 
-def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter, Stacks, Shards, Shards]:
+def described(
+    x: Array, given: LetterLayers, shared: LayerConstants
+) -> tuple[Letter, Stacks, LetterShards, LetterShards]:
     """Describes the layers of a letter.
 
     Args:
@@ -222,15 +224,20 @@ def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter,
         [_place_of_constant(array, shared) for array in function.consts],
         _last_matrix(function, example[0], loop.is_trainable),
     )
-    own = Shards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
+    own = LetterShards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
     if sums is None:
         return letter, stacks, own, zeros_like_shards(own)
     trains = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     of_prefetched, of_resident = partition(sums, trains)
-    return letter, stacks, own, Shards(of_prefetched, jax.tree.unflatten(jax.tree.structure(own.resident), of_resident))
+    return (
+        letter,
+        stacks,
+        own,
+        LetterShards(of_prefetched, jax.tree.unflatten(jax.tree.structure(own.resident), of_resident)),
+    )
 
 
-def _place_of_constant(array: Any, shared: Constants) -> tuple[bool, int]:
+def _place_of_constant(array: Any, shared: LayerConstants) -> tuple[bool, int]:
     """Returns the place of a constant, to which it is added if no other layer reads it."""
     is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
     among = shared.differentiable if is_differentiable else shared.others

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.config.layer_pattern import Run, joined_loops
+from mtjax.config.layer_pattern import LayerRun, joined_loops
 from mtjax.sharding.after import after, barrier, is_tensor_parallel
 from mtjax.sharding.prefetch.letter import (
-    Constants,
+    LayerConstants,
     Letter,
     LetterLayers,
+    LetterShards,
     Pending,
-    Shards,
     Stacks,
     described,
 )
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
     """Inputs of all layers without gradient, or with one that is returned apart."""
 
     stacks: Mapping[str, Stacks]
-    sums: Mapping[str, Shards]
+    sums: Mapping[str, LetterShards]
     """Accumulators of the gradients, float32."""
     others: list[Array]
     """Constants without gradient."""
@@ -59,7 +59,7 @@ class _Inputs(NamedTuple):
 class _Program:
     """The static description of the layers."""
 
-    loops: Sequence[Run]
+    loops: Sequence[LayerRun]
     letters: Mapping[str, Letter]
 
     @property
@@ -120,7 +120,7 @@ def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> t
       The output of the last layer; and of each loop, the states of the layers of an iteration that have one, stacked,
       [iterations, ...].
     """
-    shared = Constants([], [])
+    shared = LayerConstants([], [])
     found = {letter: described(x, layers, shared) for letter, layers in given.items()}
     program = _Program(joined_loops(letters), {letter: each[0] for letter, each in found.items()})
     own = {letter: each[2] for letter, each in found.items()}
@@ -132,23 +132,23 @@ def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> t
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(
-    program: _Program, x: Array, own: Mapping[str, Shards], constants: list[Array], inputs: _Inputs
+    program: _Program, x: Array, own: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
 ) -> tuple[Array, list[Tree]]:
     """Runs all layers; `own` are the arrays by which they are differentiated, and `constants` those that they share."""
-    x, states, _, _ = _forward(program, x, Constants(constants, inputs.others), inputs.stacks, saves=False)
+    x, states, _, _ = _forward(program, x, LayerConstants(constants, inputs.others), inputs.stacks, saves=False)
     return x, states
 
 
 def _run_forward(
-    program: _Program, x: Array, own: Mapping[str, Shards], constants: list[Array], inputs: _Inputs
+    program: _Program, x: Array, own: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
 ) -> tuple[Any, Any]:
-    shared = Constants(constants, inputs.others)
+    shared = LayerConstants(constants, inputs.others)
     x, states, saved, last = _forward(program, x, shared, inputs.stacks, saves=True)
     return (x, states), (saved, last if program.saves_last else [], constants, inputs)
 
 
 def _forward(
-    program: _Program, x: Array, shared: Constants, stacks: Mapping[str, Stacks], *, saves: bool
+    program: _Program, x: Array, shared: LayerConstants, stacks: Mapping[str, Stacks], *, saves: bool
 ) -> tuple[Array, list[Tree], list[Any], list[Array]]:
     """Returns the output, the states, what the backward passes read, and the gathered parameters of the last layer."""
 
@@ -198,7 +198,7 @@ class _Passed(NamedTuple):
     """Sharded parameters of the layer below, in full."""
     waiting: list[Array]
     """The layer's gradients, not reduced yet."""
-    sums: Mapping[str, Shards]
+    sums: Mapping[str, LetterShards]
     of_constants: list[Array]
     """Gradients of the constants."""
 
@@ -215,7 +215,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
       The gradients of the hidden states, of the layers' parameters, and of the constants.
     """
     (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
-    shared, stacks = Constants(constants, inputs.others), inputs.stacks
+    shared, stacks = LayerConstants(constants, inputs.others), inputs.stacks
 
     def iteration(loop_index: int, carry: _Passed, scanned: Any) -> tuple[_Passed, None]:
         index, vjps, states = scanned
@@ -250,7 +250,7 @@ def _layer_backward(
     given: _Passed,
     saved: tuple[Any, Tree],
     places: tuple[_Place | None, _Place, _Place | None],
-    shared: Constants,
+    shared: LayerConstants,
     stacks: Mapping[str, Stacks],
 ) -> _Passed:
     """Runs the backward pass of a layer, overlapped with the communication of its neighbours.

@@ -38,7 +38,7 @@ BINS = 160
 
 
 @dataclass(frozen=True)
-class Line:
+class TimeRecord:
     """A line of `time.jsonl`: how a start's time was spent so far."""
 
     start: float
@@ -65,20 +65,20 @@ class Span:
     """Seconds by activity."""
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[TimeRecord]:
     """Reads the lines of a `time.jsonl`, without invalid ones."""
     lines = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
         for text in file:
             with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-                line = Line(**json.loads(text))
+                line = TimeRecord(**json.loads(text))
                 numbers = (line.start, line.from_step, line.step, line.at, *line.seconds.values())
                 if all(isinstance(n, int | float) and np.isfinite(n) for n in numbers):
                     lines.append(line)
     return lines
 
 
-def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) -> list[Span]:
+def spans(lines: Iterable[TimeRecord], next_start: tuple[float, int] | None = None) -> list[Span]:
     """Returns a run's time in order, including lost time.
 
     Args:
@@ -86,7 +86,7 @@ def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) ->
       next_start: when another start began, and from which step.
     """
     result: list[Span] = []
-    before: Line | None = None
+    before: TimeRecord | None = None
     for line in lines:
         is_first = before is None or line.start != before.start
         if is_first:
@@ -99,7 +99,7 @@ def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) ->
     return result
 
 
-def _count_lost(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
+def _count_lost(result: list[Span], before: TimeRecord | None, start: float, from_step: int) -> None:
     """Counts as lost the work that the following start repeats, and the time until it."""
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
@@ -140,7 +140,7 @@ class TimeLog:
     def write(self, step: int, *, ended: bool = False) -> None:
         """Appends how the time was spent until this step."""
         seconds = {name: round(s, 3) for name, s in by_activity(self._times.seconds()).items()}
-        line = Line(self._start, self._from_step, step, round(self._now(), 3), seconds, ended)
+        line = TimeRecord(self._start, self._from_step, step, round(self._now(), 3), seconds, ended)
         try:
             with self._path.open("a") as file:
                 file.write("\n" * self._after_cut + json.dumps(vars(line)) + "\n")

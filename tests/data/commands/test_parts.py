@@ -10,7 +10,7 @@ from mtjax.cli import main
 from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.meta import meta_path
-from mtjax.data.corpus.parts import Part, complete_parts, spans_of
+from mtjax.data.corpus.parts import CorpusPart, complete_parts, spans_of
 from mtjax.data.corpus.reader import chunks
 from mtjax.data.corpus.resume_record import ResumeRecord
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
@@ -81,11 +81,11 @@ def test_every_document_is_in_one_part_with_its_line(corpus, tmp_path, monkeypat
     (tmp_path / "even.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(12)))
     even = [str(tmp_path / "even.jsonl")]
     for of in (2, 3, 4, 12):  # borders are at the beginnings of lines
-        parts = [list(chunks(spans_of(even, Part(number, of)))) for number in range(1, of + 1)]
+        parts = [list(chunks(spans_of(even, CorpusPart(number, of)))) for number in range(1, of + 1)]
         assert [sum(len(chunk.documents) for chunk in part) for part in parts] == [12 // of] * of
     whole = list(places(chunks(paths, None, fields)))
     for of in (2, 7, 33):
-        parts = [spans_of(paths, Part(number, of)) for number in range(1, of + 1)]
+        parts = [spans_of(paths, CorpusPart(number, of)) for number in range(1, of + 1)]
         assert [place for spans in parts for place in places(chunks(spans, None, fields))] == whole
     spans = parts[0] + parts[1]
     every = list(chunks(spans, None, fields))

@@ -8,9 +8,9 @@ from mtjax.config.sizes import mlp_size
 from mtjax.convert.model_types.family import (
     ACTIVATIONS,
     ENDINGS,
-    Family,
     Field,
     Json,
+    ModelType,
     activation_name,
     head_json,
     head_settings,
@@ -124,7 +124,7 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def _family(
     model_type: str, model_class: str, placement: str, table: Table, only: Mapping[str, tuple[Any, ...]] = ONLY
-) -> Family:
+) -> ModelType:
     """Returns a family of BERTs with norms before ("pre") or after ("post") each sublayer."""
 
     def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _family(
             "is_decoder": False,
         }
 
-    return Family(model_type, model_class, table, FIELDS, read, write, only, _ids)
+    return ModelType(model_type, model_class, table, FIELDS, read, write, only, _ids)
 
 
 BERT = _family("bert", "Bert", "post", POST_LN)

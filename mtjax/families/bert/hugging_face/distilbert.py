@@ -7,9 +7,9 @@ from mtjax.config.sizes import mlp_size
 from mtjax.convert.model_types.family import (
     ACTIVATIONS,
     ENDINGS,
-    Family,
     Field,
     Json,
+    ModelType,
     activation_name,
     head_json,
     head_settings,
@@ -90,7 +90,7 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if pad is None else {"pad_token_id": pad}
 
 
-DISTILBERT = Family(
+DISTILBERT = ModelType(
     model_type="distilbert",
     architecture="DistilBertForMaskedLM",
     table=TABLE,

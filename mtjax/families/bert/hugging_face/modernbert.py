@@ -5,12 +5,12 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import SIZES, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names, decoder_rows
-from mtjax.convert.model_types.family import Family, Json
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames, decoder_rows
+from mtjax.convert.model_types.family import Json, ModelType
 from mtjax.convert.model_types.parts import (
     FULL,
     SLIDING,
-    Part,
+    ConfigKeys,
     Settings,
     activation,
     always,
@@ -58,7 +58,7 @@ def _check_head(values: Json) -> Settings:
     return {"family": "bert", "num_token_types": 0, "sentence_order": False}
 
 
-def _rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of the layers, of which the first has no norm of attention's input, and of the head."""
     name = f"{LAYERS}.attention_norm"
     rows = [
@@ -76,7 +76,7 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-def _encoder(family: Family) -> Family:
+def _encoder(family: ModelType) -> ModelType:
     """Returns a family whose head may be missing, in which it is an encoder's."""
     fit = family.fit
 
@@ -94,12 +94,12 @@ MODERNBERT = _encoder(
         | {"norm_eps": 1e-5, "norm_bias": False, "hidden_activation": "gelu", "tie_word_embeddings": True}
         | {LOCAL: 128, EVERY: 3, "global_rope_theta": 160_000.0, "classifier_bias": False},
         *(SIZES, activation("hidden_activation", usual="gelu"), biases("attention_bias", "mlp_bias")),
-        Part((), _check_head, lambda model: {}),
+        ConfigKeys((), _check_head, lambda model: {}),
         always(norm="layernorm", norm_placement="pre", embedding_norm=True, first_attention_norm=False),
         always(position="rope", hidden_dropout=0.0),
         fields(norm_epsilon="norm_eps", norm_bias="norm_bias", head_bias="classifier_bias"),
         rope_by_layer("local_rope_theta", 10_000.0, theta="global_rope_theta"),
-        Part(
+        ConfigKeys(
             (LOCAL, EVERY, "layer_types"),
             _read_windows,
             _write_windows,
@@ -107,7 +107,7 @@ MODERNBERT = _encoder(
         ),
         # Of training, and of other heads.
         unused("embedding_dropout", "mlp_dropout", "classifier_pooling", "classifier_dropout"),
-        names=Names(
+        names=ModuleNames(
             embedding="embeddings.tok_embeddings",
             embedding_norm="embeddings.norm",
             final_norm="final_norm",

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import mlp_size
-from mtjax.convert.model_types.family import ENDINGS, Family, Field, Json, head_json, head_settings
+from mtjax.convert.model_types.family import ENDINGS, Field, Json, ModelType, head_json, head_settings
 from mtjax.convert.model_types.rows import linear, norm, row, with_prefix
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"bos_token_id": 0, "eos_token_id": 2}
 
 
-def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> Family:
+def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> ModelType:
     """Returns one of the families, which differ in names of classes and in the prefix of the modules."""
 
     def write(model: Model) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> Fa
     only = ONLY | {"hidden_act": ("gelu",), "pad_token_id": (PAD,)}
     table = with_prefix(TABLE, prefix)
     fit = lambda table, model: with_prefix(_fit(TABLE, model), prefix)  # noqa: E731
-    return Family(model_type, model_class, table, fields, _read, write, only, _ids, fit)
+    return ModelType(model_type, model_class, table, fields, _read, write, only, _ids, fit)
 
 
 ROBERTA = _family("roberta", "Roberta")

@@ -5,15 +5,15 @@ from dataclasses import replace
 from mtjax.config import Model
 from mtjax.config.sizes import embedding_width, num_kv_heads
 from mtjax.convert.model_types.decoder import NO_BIASES, decoder, layer_norm, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import Names, decoder_rows
+from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, always, biases
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, biases
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.rows import linear
 from mtjax.convert.table import Row
 from mtjax.errors import UserError
 
-BLOOM_NAMES = Names(
+BLOOM_NAMES = ModuleNames(
     prefix="transformer.",
     embedding="word_embeddings",
     embedding_norm="word_embeddings_layernorm",
@@ -109,9 +109,9 @@ MPT = decoder(
     ),
     NO_BIASES,
     always(position="alibi", norm_bias=False, activation="gelu_exact"),
-    Part(("attn_config",), _read_attention, _write_attention),
+    ConfigKeys(("attn_config",), _read_attention, _write_attention),
     aliases={"num_hidden_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads"},
-    names=Names(
+    names=ModuleNames(
         prefix="transformer.",
         embedding="wte",
         final_norm="norm_f",
@@ -134,7 +134,7 @@ def _read_width(values: Json) -> Settings:
     return {"embedding_size": None if width == values["hidden_size"] else width}
 
 
-def _opt_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _opt_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder with matrices between its tables and its hidden states (OPT-350M)."""
     ends = ("project_in", "project_out")
     return *decoder_rows(names, model), *(
@@ -153,23 +153,23 @@ OPT = decoder(
     size_fields(num_kv_heads="", mlp_size="ffn_dim", init_std="init_std", hidden_dropout="dropout"),
     activation("activation_function", gate=False),
     biases("enable_bias", "enable_bias"),
-    Part(
+    ConfigKeys(
         ("word_embed_proj_dim",),
         _read_width,
         lambda model: {"word_embed_proj_dim": embedding_width(model)},
         {"embedding_size": "word_embed_proj_dim"},
     ),
-    Part(
+    ConfigKeys(
         ("do_layer_norm_before",),
         lambda values: {"norm_placement": "pre" if values["do_layer_norm_before"] else "post"},
         lambda model: {"do_layer_norm_before": model.norm_placement == "pre"},
     ),
-    Part(
+    ConfigKeys(
         ("layer_norm_elementwise_affine",),
         lambda values: {"norm_weight": "scale" if values["layer_norm_elementwise_affine"] else "none"},
         lambda model: {"layer_norm_elementwise_affine": model.norm_weight != "none"},
     ),
-    names=Names(
+    names=ModuleNames(
         embedding="decoder.embed_tokens",
         positions="decoder.embed_positions",
         positions_skip=2,
@@ -218,7 +218,7 @@ def _write_falcon(model: Model) -> Json:
     }
 
 
-def _falcon_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _falcon_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     two = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"} if model.parallel_residual == "two_norms" else {}
     return decoder_rows(replace(names, **two), model)
 
@@ -234,7 +234,7 @@ FALCON = decoder(
     size_fields(num_kv_heads="", mlp_size="ffn_hidden_size", hidden_dropout="hidden_dropout"),
     activation("activation", gate=False),
     biases("bias", "bias"),
-    Part(
+    ConfigKeys(
         (
             *FALCON_ROPE.keys,
             *("new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"),

@@ -1,10 +1,10 @@
 """transformers' `cohere` and `cohere2`: Command R and its successors."""
 
 from mtjax.convert.model_types.decoder import ROPE, ROTARY, SIZES, SWIGLU, decoder, layer_norm, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -43,8 +43,8 @@ COHERE = decoder(
     "Cohere",
     SIZES_OF_BOTH | {"rope_theta": 500_000.0, "use_qk_norm": False},
     *PARTS,
-    Part(("use_qk_norm",), _read_norm, lambda model: {"use_qk_norm": model.qk_norm}),
-    names=Names(interleaved=True),
+    ConfigKeys(("use_qk_norm",), _read_norm, lambda model: {"use_qk_norm": model.qk_norm}),
+    names=ModuleNames(interleaved=True),
     classifies=False,
 )
 
@@ -62,8 +62,8 @@ COHERE2 = decoder(
     SIZES_OF_BOTH | {"sliding_window": 4096, PATTERN: 4},
     *PARTS,
     windows(every(PATTERN), PATTERN),
-    Part((), _read_rotated, lambda model: {}),
+    ConfigKeys((), _read_rotated, lambda model: {}),
     unused("head_dim"),  # always hidden_size / num_attention_heads
-    names=Names(interleaved=True),
+    names=ModuleNames(interleaved=True),
     classifies=False,
 )

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import LIKE_LLAMA, NO_BIASES, ROPE, Only, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names, Order, in_dense_layers, mlp_rows, outside_rows
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames, Order, in_dense_layers, mlp_rows, outside_rows
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, always, check_factor, fields, inverse, unused
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, always, check_factor, fields, inverse, unused
 from mtjax.convert.model_types.rope import rope_object, yarn_scale
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
@@ -29,7 +29,7 @@ LATENT = fields(
     qk_rope_head_dim="qk_rope_head_dim",
     v_head_dim="v_head_dim",
 )
-NEIGHBOURS = Names(interleaved=True)
+NEIGHBOURS = ModuleNames(interleaved=True)
 MSCALE, MSCALE_ALL = "mscale", "mscale_all_dim"
 
 
@@ -66,7 +66,7 @@ def _write_scale(model: Model) -> Json:
     return found | written
 
 
-def latent_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def latent_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder with latent attention and experts."""
     attention = _attention(names, model)
     return (
@@ -77,7 +77,7 @@ def latent_rows(names: Names, model: Model) -> tuple[Row, ...]:
     )
 
 
-def _rows_with_predictions(names: Names, model: Model) -> tuple[Row, ...]:
+def _rows_with_predictions(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder whose layers of multi-token prediction follow the others."""
     rows = latent_rows(names, model)
     for number in range(1, model.mtp_num_layers + 1):
@@ -130,7 +130,7 @@ def _table(table: Table, model: Model) -> Table:
     return replace(table, copies={**table.copies, **copies}, duplicates=copies)
 
 
-def _attention(names: Names, model: Model) -> tuple[Row, ...]:
+def _attention(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     ours = f"{LAYERS}.attention"
     rotated = model.qk_rope_head_dim
 
@@ -177,8 +177,8 @@ WITHOUT_EXPERTS = (
     NO_BIASES,
     unused("head_dim", "qk_head_dim", "num_key_value_heads"),
     always(num_kv_heads=None),
-    Part(LATENT.keys, _read_ranks, _write_ranks),
-    Part(ROPE.keys, _read_scale, _write_scale, ROPE.named),
+    ConfigKeys(LATENT.keys, _read_ranks, _write_ranks),
+    ConfigKeys(ROPE.keys, _read_scale, _write_scale, ROPE.named),
 )
 COMMON = (*WITHOUT_EXPERTS, fields(num_experts="n_routed_experts"), AFTER_FIRST)
 WIDTHS = {
@@ -207,7 +207,7 @@ DEEPSEEK_V2 = decoder(
     | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0},
     *COMMON,
     shared_experts("n_shared_experts", least=0),
-    Part(
+    ConfigKeys(
         ("n_group", "topk_group", "topk_method", "norm_topk_prob"),
         _read_method,
         lambda model: {
@@ -222,7 +222,7 @@ DEEPSEEK_V2 = decoder(
     only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
     aliases={"num_experts": "n_routed_experts"},
 )
-NO_MORE_TOKENS = Part(
+NO_MORE_TOKENS = ConfigKeys(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     lambda values: {},
     lambda model: {"num_nextn_predict_layers": 0},
@@ -249,7 +249,7 @@ _WITHOUT_COPIES = decoder(
     "DeepseekV3",
     V3_SIZES | {"num_nextn_predict_layers": 1},
     *V3_PARTS,
-    Part(
+    ConfigKeys(
         ("num_nextn_predict_layers",),
         lambda values: {"mtp_num_layers": values["num_nextn_predict_layers"] or 0},
         lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
@@ -283,7 +283,7 @@ SARVAM_MLA = decoder(
 )
 
 
-def _dense_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _dense_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder with latent attention and without experts."""
     return (*outside_rows(names), *_attention(names, model), *mlp_rows(names))
 
@@ -298,7 +298,7 @@ YOUTU = decoder(
     "Youtu",
     sizes(2048, 6144, 32, 16, 16, 128_256, 131_072) | WIDTHS | {"tie_word_embeddings": True, "initializer_range": None},
     *WITHOUT_EXPERTS,
-    Part((), _first_std, lambda model: {}),
+    ConfigKeys((), _first_std, lambda model: {}),
     unused("embedding_initializer_range"),
     names=NEIGHBOURS,
     rows=_dense_rows,
@@ -337,7 +337,7 @@ MINICPM3 = decoder(
     | {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None}
     | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     *WITHOUT_EXPERTS,
-    Part(("scale_emb", "scale_depth", "dim_model_base"), _read_minicpm, _write_minicpm),
+    ConfigKeys(("scale_emb", "scale_depth", "dim_model_base"), _read_minicpm, _write_minicpm),
     rows=_dense_rows,
     only={"attention_bias": (False,), "mlp_bias": (False,)},
 )

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import decoder, layer_norm, size_fields
-from mtjax.convert.model_types.decoder_rows import Names, outside_rows
+from mtjax.convert.model_types.decoder_rows import ModuleNames, outside_rows
 from mtjax.convert.model_types.family import GPT2_ALIASES, Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     activation,
     always,
@@ -51,9 +51,9 @@ OPENAI_GPT = decoder(
         hidden_dropout="resid_pdrop",
     ),
     always(position="learned", norm_placement="post", **attention_settings("all", mlp=True)),
-    Part(("afn",), _read_function, _write_function),
-    Part((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
-    names=Names(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
+    ConfigKeys(("afn",), _read_function, _write_function),
+    ConfigKeys((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
+    names=ModuleNames(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     rows=lambda names, model: (*outside_rows(names), *LAYER),
     architecture="LMHeadModel",
     aliases=GPT2_ALIASES,
@@ -89,7 +89,7 @@ def _write_windows(model: Model) -> Json:
     return {"window_size": model.attention_window or 256, "attention_types": [[layers, 1]]}
 
 
-GPT2_NAMES = Names(
+GPT2_NAMES = ModuleNames(
     prefix="transformer.",
     embedding="wte",
     positions="wpe",
@@ -115,13 +115,13 @@ GPT_NEO = decoder(
     size_fields(num_layers="num_layers", num_heads="num_heads", num_kv_heads="", hidden_dropout="resid_dropout"),
     activation("activation_function", gate=False, usual="gelu_new"),
     always(position="learned", attention_scale=1.0, **attention_settings("output", mlp=True)),
-    Part(
+    ConfigKeys(
         ("attention_types", "window_size", "attention_layers"),
         _read_windows,
         _write_windows,
         {"attention_window": "window_size", "window_layers": ("attention_layers", "attention_types")},
     ),
-    Part((), lambda values: {}, lambda model: {"embed_dropout": model.hidden_dropout}),
+    ConfigKeys((), lambda values: {}, lambda model: {"embed_dropout": model.hidden_dropout}),
     names=replace(GPT2_NAMES, attention="attn.attention", attention_output="out_proj"),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 )

@@ -17,14 +17,25 @@ from mtjax.convert.model_types.decoder import (
 )
 from mtjax.convert.model_types.decoder_rows import (
     LAYERS,
-    Names,
+    ModuleNames,
     attention_rows,
     in_dense_layers,
     mlp_rows,
     outside_rows,
 )
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import FULL, Part, Settings, always, biases, fields, given, unused, window, windows
+from mtjax.convert.model_types.parts import (
+    FULL,
+    ConfigKeys,
+    Settings,
+    always,
+    biases,
+    fields,
+    given,
+    unused,
+    window,
+    windows,
+)
 from mtjax.convert.model_types.rope import ORIGINAL
 from mtjax.convert.model_types.rows import experts, linear, norm, row, stacked
 from mtjax.convert.table import Dims, Row, Tensor
@@ -33,7 +44,7 @@ from mtjax.families.gpt.hugging_face.llama import GRANITE_SIZES, MULTIPLIERS
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertNames:
     """transformers' names of a router and its experts, in a layer."""
 
     mixture: str = "mlp"
@@ -50,7 +61,7 @@ class Experts:
     selection_bias: str = "gate.e_score_correction_bias"
     selection_dims: Dims = (("routes",),)
 
-    def rows(self, names: Names, model: Model) -> tuple[Row, ...]:
+    def rows(self, names: ModuleNames, model: Model) -> tuple[Row, ...]:
         """Returns the rows of a decoder with experts."""
         attention = attention_rows(names, model)
         return (
@@ -60,7 +71,7 @@ class Experts:
             *in_dense_layers((*attention, *mlp_rows(names))),
         )
 
-    def mixture_rows(self, names: Names) -> tuple[Row, ...]:
+    def mixture_rows(self, names: ModuleNames) -> tuple[Row, ...]:
         """Returns the rows of a router and its experts, with their norms."""
         ours, theirs = f"{LAYERS}.experts", f"{names.block}{self.mixture}"
         shared = f"{theirs}.{self.shared}"
@@ -88,8 +99,8 @@ class Experts:
         )
 
 
-QWEN_ROWS = Experts(shared="shared_expert").rows
-DEEPSEEK = Experts()
+QWEN_ROWS = ExpertNames(shared="shared_expert").rows
+DEEPSEEK = ExpertNames()
 SPARSE = "block_sparse_moe"
 
 
@@ -97,7 +108,7 @@ def _same_size(values: Json) -> Settings:
     return {"expert_size": values["intermediate_size"]}
 
 
-SAME_SIZE = Part(
+SAME_SIZE = ConfigKeys(
     (), _same_size, lambda model: {"intermediate_size": expert_size(model)}, {"expert_size": "intermediate_size"}
 )
 """The part of types whose experts are as wide as intermediate_size says."""
@@ -116,7 +127,7 @@ MIXTRAL = decoder(
     window(),
     TOP_K,
     SAME_SIZE,
-    rows=Experts(SPARSE, gate="w1", up="w3", down="w2").rows,
+    rows=ExpertNames(SPARSE, gate="w1", up="w3", down="w2").rows,
     aliases={"num_experts": "num_local_experts"},
 )
 
@@ -141,7 +152,7 @@ def _read_dense(values: Json) -> Settings:
     return settings
 
 
-SPARSE_STEP = Part(
+SPARSE_STEP = ConfigKeys(
     ("decoder_sparse_step", "mlp_only_layers"),
     _read_dense,
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers(model))},
@@ -156,7 +167,7 @@ UNUSED = unused("sliding_window", "max_window_layers", "layer_types")
 STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 
 
-def counted(*keys: str, default: int | None = None) -> Part:
+def counted(*keys: str, default: int | None = None) -> ConfigKeys:
     """Returns the part of the number of experts, which versions of transformers read from different keys."""
 
     def read(values: Json) -> Settings:
@@ -167,7 +178,7 @@ def counted(*keys: str, default: int | None = None) -> Part:
             )
         return {"num_experts": next(iter(given.values()), default)}
 
-    return Part(keys, read, lambda model: dict.fromkeys(keys, model.num_experts), {"num_experts": keys})
+    return ConfigKeys(keys, read, lambda model: dict.fromkeys(keys, model.num_experts), {"num_experts": keys})
 
 
 def _check_layers(values: Json) -> Settings:
@@ -207,7 +218,7 @@ QWEN2_MOE = decoder(
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     *QWEN_EXPERTS,
     UNUSED,
-    Part(("layer_types",), _check_layers, lambda model: {}),
+    ConfigKeys(("layer_types",), _check_layers, lambda model: {}),
     rows=QWEN_ROWS,
     only=NO_WINDOW,
 )
@@ -233,7 +244,7 @@ OLMOE = decoder(
 )
 
 
-def shared_experts(key: str, least: int = 1) -> Part:
+def shared_experts(key: str, least: int = 1) -> ConfigKeys:
     """Returns the part of several shared experts, which are one MLP of their total width.
 
     Args:
@@ -248,15 +259,15 @@ def shared_experts(key: str, least: int = 1) -> Part:
         return {"shared_expert_size": count * (values["moe_intermediate_size"] or 0)}
 
     def write(model: Model) -> Json:
-        # At least `least`, so that a model without shared experts fails the round trip in `Family.misfits`.
+        # At least `least`, so that a model without shared experts fails the round trip in `ModelType.misfits`.
         return {key: max(model.shared_expert_size // expert_size(model), least)}
 
-    return Part((key, "moe_intermediate_size"), read, write)
+    return ConfigKeys((key, "moe_intermediate_size"), read, write)
 
 
-def groups() -> Part:
+def groups() -> ConfigKeys:
     """Returns the part of groups of experts; null is one group."""
-    return Part(
+    return ConfigKeys(
         ("n_group", "topk_group"),
         lambda values: {
             "expert_groups": 1 if values["n_group"] is None else values["n_group"],
@@ -303,7 +314,7 @@ DOTS1 = decoder(
     classifies=False,
 )
 
-GRANITE_NAMES = Experts(
+GRANITE_NAMES = ExpertNames(
     SPARSE,
     router="router.layer",
     up_tensor="input_linear.weight",
@@ -353,7 +364,7 @@ GPT_OSS = decoder(
     windows(lambda values, layer: layer % 2 == 0),
     TOP_K,
     SAME_SIZE,
-    rows=Experts(
+    rows=ExpertNames(
         router="router",
         up_tensor="experts.gate_up_proj",
         up_shape="expert embed mlp*gate",

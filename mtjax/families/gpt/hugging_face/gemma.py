@@ -4,14 +4,24 @@
 from dataclasses import replace
 
 from mtjax.convert.model_types.decoder import HEAD_DIM, RMS_NORM, ROPE, ROTARY, SIZES, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import Names
-from mtjax.convert.model_types.parts import Part, activation, always, biases, every, fields, given, scaled, windows
+from mtjax.convert.model_types.decoder_rows import ModuleNames
+from mtjax.convert.model_types.parts import (
+    ConfigKeys,
+    activation,
+    always,
+    biases,
+    every,
+    fields,
+    given,
+    scaled,
+    windows,
+)
 from mtjax.convert.model_types.rope import rope_by_layer
 
 TANH = "gelu_pytorch_tanh"
 TANHS = (TANH, "gelu_new", "gelu_fast")
 """transformers' names of it."""
-EMBEDDING = Part((), lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}, lambda model: {})
+EMBEDDING = ConfigKeys((), lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}, lambda model: {})
 COMMON = (SIZES, RMS_NORM, ROTARY, HEAD_DIM, biases("attention_bias"), always(norm_weight="offset"), EMBEDDING)
 HEADS = {"head_dim": 256, "tie_word_embeddings": True}
 
@@ -27,7 +37,7 @@ GEMMA = decoder(
     only={"hidden_act": ("gelu", *TANHS), "hidden_activation": (None, "gelu", *TANHS)},
 )
 
-SANDWICH = Names(
+SANDWICH = ModuleNames(
     attention_output_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_output_norm="post_feedforward_layernorm",

@@ -6,9 +6,9 @@ from mtjax.config import Model
 from mtjax.convert.model_types.family import (
     ACTIVATIONS,
     GPT2_ALIASES,
-    Family,
     Field,
     Json,
+    ModelType,
     activation_name,
     head_json,
     head_settings,
@@ -70,7 +70,7 @@ def _write(model: Model) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(
+GPT2 = ModelType(
     model_type="gpt2",
     architecture=ARCHITECTURE,
     table=TABLE,

@@ -5,10 +5,10 @@ from dataclasses import replace
 from mtjax.config import Model
 from mtjax.config.sizes import rotated_layers
 from mtjax.convert.model_types.decoder import LIKE_LLAMA, ROPE, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -25,7 +25,7 @@ from mtjax.families.gpt.hugging_face.experts import GRANITE_NAMES, SAME_SIZE, TO
 from mtjax.families.gpt.hugging_face.llama import GRANITE_SIZES, MULTIPLIERS
 
 
-def shared_rows(names: Names) -> tuple[Row, ...]:
+def shared_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of Granite's shared expert, which is beside the others."""
     shared, ours = f"{names.block}shared_mlp", f"{LAYERS}.experts.shared"
     return (
@@ -76,7 +76,7 @@ def _write_thetas(model: Model) -> Json:
 
 SINKS = (
     *(*LIKE_LLAMA, always(attention_sinks=True), *MULTIPLIERS, windows(_after_every_fourth)),
-    Part((*ROPE.keys, "layer_rope_theta"), _read_thetas, _write_thetas, ROPE.named),
+    ConfigKeys((*ROPE.keys, "layer_rope_theta"), _read_thetas, _write_thetas, ROPE.named),
 )
 GRANITE_SWA = decoder(
     "granite_swa",

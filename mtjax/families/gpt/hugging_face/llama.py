@@ -3,10 +3,10 @@
 from mtjax.config import Model
 from mtjax.config.sizes import rotated_layers
 from mtjax.convert.model_types.decoder import HEAD_DIM, LIKE_LLAMA, NO_BIASES, ROPE, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -78,7 +78,7 @@ MINISTRAL3 = decoder(
     | {"rope_parameters": DEFAULT_ROPE},
     *LIKE_LLAMA,
     HEAD_DIM,
-    Part(ROPE.keys, _read_beta, _write_beta, {**ROPE.named, "attention_scale_beta": BETA}),
+    ConfigKeys(ROPE.keys, _read_beta, _write_beta, {**ROPE.named, "attention_scale_beta": BETA}),
     NO_BIASES,
     window(),
 )
@@ -114,7 +114,7 @@ def _rotates(values: Json) -> list[bool]:
     return [bool(one) for one in given] if given else [(i + 1) % interval != 0 for i in range(layers)]
 
 
-NO_ROPE = Part(
+NO_ROPE = ConfigKeys(
     ("no_rope_layers", "no_rope_layer_interval"),
     lambda values: {"rope_layers": shortest(["R" if one else "N" for one in _rotates(values)])},
     lambda model: {"no_rope_layers": [int(one) for one in rotated_layers(model)]},
@@ -141,7 +141,7 @@ ERNIE4_5 = decoder(
     HEAD_DIM,
     ROPE,
     biases("use_bias", "use_bias"),
-    names=Names(interleaved=True),
+    names=ModuleNames(interleaved=True),
     classifies=False,
 )
 
@@ -163,10 +163,10 @@ HUNYUAN_V1_DENSE = decoder(
     sizes(4096, 11008, 32, 32, None, 290_943, 2048) | {"rms_norm_eps": 1e-5},
     *LIKE_LLAMA,
     HEAD_DIM,
-    Part(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
+    ConfigKeys(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
     biases("attention_bias"),
     always(qk_norm=True, qk_norm_after_rope=True),
-    names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),
+    names=ModuleNames(query_norm="query_layernorm", key_norm="key_layernorm"),
     # Published files share these with the type that has experts.
     only={"qk_norm": (True,), "use_qk_norm": (True,), "num_experts": (1, None), "use_cla": (False,)},
 )

@@ -6,10 +6,10 @@ from typing import Any
 from mtjax.config import Model
 from mtjax.config.sizes import dense_layers, dense_settings, expert_size
 from mtjax.convert.model_types.decoder import HEAD_DIM, LIKE_LLAMA, NO_BIASES, ROPE, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -41,7 +41,7 @@ from mtjax.families.gpt.hugging_face.experts import (
     SIGMOID_KEYS,
     SPARSE,
     TOP_K,
-    Experts,
+    ExpertNames,
     counted,
     groups,
     shared_experts,
@@ -94,7 +94,7 @@ SARVAM_MOE = decoder(
     | {FRACTION: 1.0, "use_qk_norm": True, "head_dim": 64, "rope_theta": 8e6, "initializer_range": 0.006}
     | {"moe_intermediate_size": 1024, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5},
     *GLM_PARTS,
-    names=Names(
+    names=ModuleNames(
         embedding="word_embeddings",
         attention="attention",
         qkv="query_key_value",
@@ -102,7 +102,7 @@ SARVAM_MOE = decoder(
         query_norm="query_layernorm",
         key_norm="key_layernorm",
     ),
-    rows=Experts(selection_bias="gate.expert_bias").rows,
+    rows=ExpertNames(selection_bias="gate.expert_bias").rows,
     only=SIGMOID_KEYS,
     aliases={
         "num_experts": "n_routed_experts",
@@ -124,9 +124,9 @@ MINIMAX_M2 = decoder(
     sizes(3072, 1536, 62, 48, 8, 200_064, 196_608)
     | {"rope_theta": 5e6, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     *(*LIKE_LLAMA, HEAD_DIM, NO_BIASES, TOP_K, SAME_SIZE, SIGMOID),
-    Part((*PARTIAL.keys, "rotary_dim"), _read_rotary_dim, PARTIAL.write, PARTIAL.named),
+    ConfigKeys((*PARTIAL.keys, "rotary_dim"), _read_rotary_dim, PARTIAL.write, PARTIAL.named),
     always(qk_norm=True, qk_norm_scope="width", router_normalize=True),
-    rows=Experts(SPARSE, gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias").rows,
+    rows=ExpertNames(SPARSE, gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias").rows,
     only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)}
     | {"qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
     classifies=False,
@@ -155,7 +155,7 @@ def _write_kinds(model: Model) -> Json:
     }
 
 
-MLP_KINDS = Part(("mlp_layer_types", "first_k_dense_replace"), _read_kinds, _write_kinds)
+MLP_KINDS = ConfigKeys(("mlp_layer_types", "first_k_dense_replace"), _read_kinds, _write_kinds)
 
 GLM4_MOE_LITE = decoder(
     "glm4_moe_lite",
@@ -181,10 +181,10 @@ EXAONE_MOE = decoder(
     | {"moe_intermediate_size": 1024, "num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True}
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, NO_BIASES, always(qk_norm=True), WINDOW_PART),
-    Part((), read_rotated, lambda model: {}),
+    ConfigKeys((), read_rotated, lambda model: {}),
     counted("num_experts", default=64),
     *(shared_experts("num_shared_experts"), groups(), SIGMOID, AFTER_FIRST, NORMALIZED, MLP_KINDS),
-    rows=Experts(selection_bias="e_score_correction_bias").rows,
+    rows=ExpertNames(selection_bias="e_score_correction_bias").rows,
     ignored=lambda model: (r"mtp\..*",),
     only=SIGMOID_KEYS,
     classifies=False,
@@ -202,7 +202,7 @@ HY_V3 = decoder(
     fields(experts_top_k="num_experts_per_tok", router_scale="router_scaling_factor"),
     fields(expert_size="moe_intermediate_size"),
     *(MLP_KINDS, unused("enable_moe_fp32_combine")),
-    rows=Experts(router="router.gate", shared="shared_mlp", selection_bias="expert_bias").rows,
+    rows=ExpertNames(router="router.gate", shared="shared_mlp", selection_bias="expert_bias").rows,
     ignored=after_last,
     only={"mlp_bias": (False,)},
     classifies=False,
@@ -226,7 +226,7 @@ MELLUM = decoder(
     | {"num_experts_per_tok": 8, "norm_topk_prob": True},
     *(*LIKE_LLAMA, HEAD_DIM, biases("attention_bias"), always(qk_norm=True)),
     # In transformers 5 alone, which drops its RoPE where the keys of 4 are null.
-    Part(
+    ConfigKeys(
         ROPE_OF_MELLUM.keys,
         _read_mellum_rope,
         lambda model: {"rope_parameters": ROPE_OF_MELLUM.write(model)["rope_parameters"]},
@@ -262,8 +262,8 @@ FLINT = decoder(
     always(qk_norm=True, attention_sinks=True, router_score="sigmoid"),
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     windows(_is_local),
-    Part((), _read_local_rope, lambda model: {}),
-    names=Names(sinks="softmax_offset"),
+    ConfigKeys((), _read_local_rope, lambda model: {}),
+    names=ModuleNames(sinks="softmax_offset"),
     rows=QWEN_ROWS,
     classifies=False,
 )
@@ -301,8 +301,8 @@ HUNYUAN_V1_MOE = decoder(
     "HunYuanMoEV1",
     sizes(4096, 11_008, 32, 32, None, 290_943, 2048) | {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
     *(*LIKE_LLAMA, HEAD_DIM, biases("attention_bias"), always(qk_norm=True, qk_norm_after_rope=True)),
-    Part(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
-    Part(
+    ConfigKeys(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
+    ConfigKeys(
         ("num_experts", "moe_topk"),
         _read_hunyuan,
         lambda model: {
@@ -315,8 +315,8 @@ HUNYUAN_V1_MOE = decoder(
             **dict.fromkeys(("expert_size", "shared_expert_size"), "intermediate_size"),
         },
     ),
-    names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),
-    rows=Experts(router="gate.wg", shared="shared_mlp").rows,
+    names=ModuleNames(query_norm="query_layernorm", key_norm="key_layernorm"),
+    rows=ExpertNames(router="gate.wg", shared="shared_mlp").rows,
     only={"qk_norm": (True,), "use_qk_norm": (True,), "use_cla": (False,)},
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
 )
@@ -356,8 +356,8 @@ ERNIE4_5_MOE = decoder(
     always(router_bias=True, router_normalize=True),
     fields(num_experts="moe_num_experts", experts_top_k="moe_k", expert_size="moe_intermediate_size"),
     shared_experts("moe_num_shared_experts", least=0),
-    Part(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_interval, _write_interval),
-    names=Names(interleaved=True),
+    ConfigKeys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_interval, _write_interval),
+    names=ModuleNames(interleaved=True),
     rows=replace(DEEPSEEK, selection_bias="moe_statics.e_score_correction_bias", selection_dims=((), ("routes",))).rows,
     ignored=lambda model: (r"(.*\.)?mtp.*",),
     only={"use_bias": (False,), "moe_norm_min": (1e-12,)},

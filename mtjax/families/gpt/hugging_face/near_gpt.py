@@ -7,14 +7,14 @@ from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.model_types.decoder import ROTARY, decoder, layer_norm, size_fields, sizes
 from mtjax.convert.model_types.decoder_rows import (
     LAYERS,
-    Names,
+    ModuleNames,
     decoder_rows,
     mlp_rows,
     outside_rows,
     rotation_order,
 )
 from mtjax.convert.model_types.family import GPT2_ALIASES, Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, always, biases, unused
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, biases, unused
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.rows import linear, norm
 from mtjax.convert.table import Row, Slots, Tensor, dims
@@ -33,7 +33,7 @@ PERSIMMON = decoder(
     | {"layer_norm_eps": 1e-5, "hidden_act": "relu2", FRACTION: 0.5, "qk_layernorm": True, "hidden_dropout": 0.0},
     *(layer_norm(), size_fields(num_kv_heads="", hidden_dropout="hidden_dropout")),
     *(activation(gate=False, usual="relu2"), ROTARY, rope(fraction=FRACTION), ALL_BIASES, HEAD_NORM),
-    names=Names(
+    names=ModuleNames(
         final_norm="final_layernorm",
         qkv="query_key_value",
         qkv_order="groups",
@@ -62,8 +62,8 @@ BIOGPT = decoder(
         num_kv_heads="", hidden_dropout="hidden_dropout_prob", attention_dropout="attention_probs_dropout_prob"
     ),
     *(activation(gate=False, usual="gelu"), ALL_BIASES),
-    Part(("scale_embedding",), _read_scaling, lambda model: {"scale_embedding": model.embedding_scale != 1}),
-    names=Names(
+    ConfigKeys(("scale_embedding",), _read_scaling, lambda model: {"scale_embedding": model.embedding_scale != 1}),
+    names=ModuleNames(
         prefix="biogpt.",
         positions="embed_positions",
         positions_skip=2,
@@ -79,7 +79,7 @@ BIOGPT = decoder(
 )
 
 
-def _bigcode_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _bigcode_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder whose fused heads are in another order with a single key head."""
     is_single = num_kv_heads(model) < model.num_heads
     return decoder_rows(replace(names, qkv_order="parts" if is_single else "groups"), model)
@@ -93,7 +93,7 @@ GPT_BIGCODE = decoder(
     | {"initializer_range": 0.02, "tie_word_embeddings": True, "multi_query": True},
     *(layer_norm("layer_norm_epsilon"), GPT_SIZE_FIELDS, activation("activation_function", gate=False), ALL_BIASES),
     always(position="learned"),
-    Part(
+    ConfigKeys(
         ("multi_query",),
         lambda values: {"num_kv_heads": 1 if values["multi_query"] else values["n_head"]},
         lambda model: {"multi_query": num_kv_heads(model) == 1},
@@ -101,7 +101,7 @@ GPT_BIGCODE = decoder(
     unused("num_key_value_heads"),
     # Precision alone.
     unused("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
-    Part((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
+    ConfigKeys((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
     names=replace(GPT2_NAMES, qkv="c_attn"),
     rows=_bigcode_rows,
     only={"scale_attn_weights": (True,)},
@@ -118,7 +118,7 @@ def _check_parts(values: Json) -> Settings:
     return {}
 
 
-def _codegen_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _codegen_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a GPT-J whose queries, values and keys are one tensor."""
     order, heads = rotation_order(names, model), model.num_heads // PARTS
     qkv = tuple(
@@ -145,7 +145,7 @@ CODEGEN = decoder(
     "CodeGen",
     GPTJ_SIZES,
     *GPTJ_PARTS,
-    Part((), _check_parts, lambda model: {}),
+    ConfigKeys((), _check_parts, lambda model: {}),
     names=GPTJ_NAMES,
     rows=_codegen_rows,
     ignored=lambda model: (r".*\.attn\.causal_mask",),

@@ -13,10 +13,10 @@ from mtjax.convert.model_types.decoder import (
     layer_norm,
     sizes,
 )
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     activation,
     attention_settings,
@@ -52,7 +52,7 @@ HELIUM = decoder(
     sizes(2560, 7040, 24, 20, 20, 48_000, 4096) | {"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE),
     biases("attention_bias", "mlp_bias", with_attention="qkv"),
-    names=Names(interleaved=True),
+    names=ModuleNames(interleaved=True),
 )
 
 
@@ -75,7 +75,7 @@ SEED_OSS = decoder(
     | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False}
     | {"attention_dropout": 0.1, "residual_dropout": 0.1},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE),
-    Part(("attention_bias", "attention_out_bias", "mlp_bias"), _read_output_bias, _write_output_bias),
+    ConfigKeys(("attention_bias", "attention_out_bias", "mlp_bias"), _read_output_bias, _write_output_bias),
     fields(hidden_dropout="residual_dropout"),
 )
 CWM = decoder(
@@ -117,8 +117,8 @@ HYPERCLOVAX = decoder(
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, BIASES, *MULTIPLIERS),
     # Granite divides the logits by this key.
     fields(output_scale="logits_scaling"),
-    Part(("use_post_norm",), _read_clova, lambda model: {"use_post_norm": model.norm_placement == "sandwich"}),
-    names=Names(attention_output_norm="post_norm1", mlp_output_norm="post_norm2"),
+    ConfigKeys(("use_post_norm",), _read_clova, lambda model: {"use_post_norm": model.norm_placement == "sandwich"}),
+    names=ModuleNames(attention_output_norm="post_norm1", mlp_output_norm="post_norm2"),
     classifies=False,
 )
 
@@ -128,7 +128,7 @@ EXAONE = decoder(
     "Llama",
     sizes(4096, 14_336, 32, 32, 8, 102_400, 4096) | {"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, BIASES),
-    names=Names(
+    names=ModuleNames(
         prefix="transformer.",
         embedding="wte",
         final_norm="ln_f",

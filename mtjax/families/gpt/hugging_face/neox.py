@@ -14,9 +14,9 @@ from mtjax.convert.model_types.decoder import (
     size_fields,
     sizes,
 )
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import GPT2_ALIASES, Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, always, biases, fields, window
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, biases, fields, window
 from mtjax.convert.model_types.rope import rope
 from mtjax.errors import UserError
 
@@ -47,13 +47,13 @@ GPT_NEOX = decoder(
     ROTARY,
     rope(fraction="rotary_pct", theta="rotary_emb_base"),
     biases("attention_bias", with_mlp=True),
-    Part(("head_dim",), _check_head_dim, lambda _: {}),
-    Part(
+    ConfigKeys(("head_dim",), _check_head_dim, lambda _: {}),
+    ConfigKeys(
         ("use_parallel_residual",),
         lambda values: {"parallel_residual": "two_norms" if values["use_parallel_residual"] else "no"},
         lambda model: {"use_parallel_residual": model.parallel_residual != "no"},
     ),
-    names=Names(
+    names=ModuleNames(
         prefix="gpt_neox.",
         embedding="embed_in",
         final_norm="final_layer_norm",
@@ -104,11 +104,13 @@ GPTJ_PARTS = (
     GPT_SIZE_FIELDS,
     activation("activation_function", gate=False, usual="gelu_new"),
     ROTARY,
-    Part(("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}),
+    ConfigKeys(
+        ("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}
+    ),
     biases(with_mlp=True),
     always(parallel_residual="one_norm", output_bias=True),
 )
-GPTJ_NAMES = Names(
+GPTJ_NAMES = ModuleNames(
     prefix="transformer.",
     embedding="wte",
     final_norm="ln_f",
@@ -141,13 +143,13 @@ STABLELM = decoder(
     ROTARY,
     rope(fraction=FRACTION),
     biases("use_qkv_bias", with_attention="qkv"),
-    Part(
+    ConfigKeys(
         ("use_parallel_residual", "qk_layernorm"),
         _read_stablelm,
         lambda model: {"use_parallel_residual": model.parallel_residual != "no", "qk_layernorm": model.qk_norm},
     ),
     fields(hidden_dropout="hidden_dropout"),
-    names=Names(query_norm="q_layernorm.norms.{head}", key_norm="k_layernorm.norms.{head}"),
+    names=ModuleNames(query_norm="q_layernorm.norms.{head}", key_norm="k_layernorm.norms.{head}"),
 )
 
 STARCODER2 = decoder(
@@ -164,8 +166,8 @@ STARCODER2 = decoder(
     biases("use_bias", "use_bias"),
     window(),
     fields(hidden_dropout="residual_dropout"),
-    Part((), lambda values: {}, lambda model: {"embedding_dropout": model.hidden_dropout}),
-    names=Names(up="c_fc", down="c_proj"),
+    ConfigKeys((), lambda values: {}, lambda model: {"embedding_dropout": model.hidden_dropout}),
+    names=ModuleNames(up="c_fc", down="c_proj"),
 )
 
 NEMOTRON = decoder(
@@ -190,7 +192,7 @@ GLM_SIZES = sizes(4096, 13_696, 40, 32, 2, 151_552, 131_072) | {
     FRACTION: 0.5,
     "attention_bias": True,
 }
-GLM_NAMES = Names(gate_up="gate_up_proj", interleaved=True)
+GLM_NAMES = ModuleNames(gate_up="gate_up_proj", interleaved=True)
 GLM = decoder("glm", "Glm", GLM_SIZES, *GLM_PARTS, names=GLM_NAMES)
 GLM4 = decoder(
     "glm4",

@@ -2,10 +2,10 @@
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import LIKE_LLAMA, NO_BIASES, ROPE, ROTARY, SIZES, SWIGLU, decoder, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     always,
     biases,
@@ -31,7 +31,7 @@ OLMO = decoder(
     classifies=False,
 )
 
-ON_OUTPUTS = Names(
+ON_OUTPUTS = ModuleNames(
     attention_norm="",
     attention_output_norm="post_attention_layernorm",
     mlp_norm="",
@@ -95,6 +95,6 @@ EXAONE4 = decoder(
     NO_BIASES,
     always(qk_norm=True, norm_placement="output"),
     WINDOW_PART,
-    Part((), read_rotated, lambda model: {}),
+    ConfigKeys((), read_rotated, lambda model: {}),
     names=ON_OUTPUTS,
 )

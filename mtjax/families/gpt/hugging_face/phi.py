@@ -2,9 +2,9 @@
 
 from mtjax.config import Model
 from mtjax.convert.model_types.decoder import LIKE_LLAMA, NO_BIASES, ROTARY, SIZES, decoder, layer_norm, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, always, biases, fields, given, window
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, biases, fields, given, window
 from mtjax.convert.model_types.rope import ORIGINAL, rope, rope_object
 
 FRACTION = rope(fraction="partial_rotary_factor")
@@ -36,11 +36,11 @@ PHI3 = decoder(
     sizes(3072, 8192, 32, 32, None, 32_064, 4096)
     | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     *LIKE_LLAMA,
-    Part(FRACTION.keys, _read_rope, _write_rope, FRACTION.named),
+    ConfigKeys(FRACTION.keys, _read_rope, _write_rope, FRACTION.named),
     NO_BIASES,
     given(embd_pdrop=0.0, resid_pdrop=0.0),
     window(),
-    names=Names(qkv="qkv_proj", gate_up="gate_up_proj"),
+    names=ModuleNames(qkv="qkv_proj", gate_up="gate_up_proj"),
 )
 
 
@@ -49,7 +49,7 @@ def _read_norm(values: Json) -> Settings:
     return {"qk_norm": True, **norm} if values["qk_layernorm"] else {"qk_norm": False}
 
 
-HEAD_NORM = Part(("qk_layernorm",), _read_norm, lambda model: {"qk_layernorm": model.qk_norm})
+HEAD_NORM = ConfigKeys(("qk_layernorm",), _read_norm, lambda model: {"qk_layernorm": model.qk_norm})
 PHI = decoder(
     "phi",
     "Phi",
@@ -65,7 +65,7 @@ PHI = decoder(
     always(parallel_residual="one_norm", output_bias=True),
     HEAD_NORM,
     fields(hidden_dropout="resid_pdrop"),
-    names=Names(
+    names=ModuleNames(
         attention_output="dense",
         up="fc1",
         down="fc2",

@@ -8,9 +8,18 @@ from mtjax.config.layer_pattern import SIDE_BY_SIDE, shortened_pattern
 from mtjax.config.sizes import head_dim
 from mtjax.config.ssm import letters_of, ssm_heads
 from mtjax.convert.model_types.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import Names
+from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, always, check_factor, fields, inverse, no_biases, unused
+from mtjax.convert.model_types.parts import (
+    ConfigKeys,
+    Settings,
+    always,
+    check_factor,
+    fields,
+    inverse,
+    no_biases,
+    unused,
+)
 from mtjax.errors import UserError
 from mtjax.families.hybrid.hugging_face.hybrid import LIMIT, halved, rms_norm
 from mtjax.families.hybrid.hugging_face.hybrid_rows import hybrid_rows
@@ -86,18 +95,18 @@ def _read_norm(values: Json) -> Settings:
 
 FACTORS = (
     fields(embedding_scale="embedding_multiplier", output_scale="lm_head_multiplier"),
-    Part(
+    ConfigKeys(
         ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier", "head_dim", "num_attention_heads"),
         _read_attention,
         _write_attention,
     ),
-    Part(
+    ConfigKeys(
         ("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
         _read_state_space,
         _write_state_space,
         {"ssm_scales": "ssm_multipliers"},
     ),
-    Part(
+    ConfigKeys(
         ("mlp_multipliers",),
         lambda values: dict(
             zip(("mlp_gate_scale", "mlp_output_scale"), values["mlp_multipliers"] or [1.0, 1.0], strict=True)
@@ -141,19 +150,19 @@ FALCON_H1 = halved(
         SWIGLU,
         ROPE,
         no_biases(),
-        Part(
+        ConfigKeys(
             ("num_hidden_layers",),
             lambda values: {"layer_pattern": shortened_pattern("H-" * values["num_hidden_layers"])},
             lambda model: {"num_hidden_layers": max(letters_of(model).count("H"), 1)},
         ),
-        Part(
+        ConfigKeys(
             ("mamba_d_ssm", "mamba_n_heads", "mamba_d_head", "mamba_expand"),
             _read_sizes,
             _write_sizes,
             {"ssm_heads": "mamba_n_heads", "ssm_head_dim": "mamba_d_head"},
         ),
         fields(ssm_state="mamba_d_state", ssm_groups="mamba_n_groups", ssm_conv="mamba_d_conv"),
-        Part(
+        ConfigKeys(
             ("mamba_rms_norm", "mamba_norm_before_gate"),
             _read_norm,
             lambda model: {"mamba_rms_norm": model.ssm_norm, "mamba_norm_before_gate": False},
@@ -161,7 +170,7 @@ FALCON_H1 = halved(
         LIMIT,
         *FACTORS,
         unused("num_logits_to_keep", "mamba_use_mlp", "attn_layer_indices", "mlp_expansion_factor"),
-        names=Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
+        names=ModuleNames(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
         rows=hybrid_rows("mamba", stack=SIDE_BY_SIDE),
         only={
             "hidden_act": ("silu", "swish"),  # that of the convolutions, too

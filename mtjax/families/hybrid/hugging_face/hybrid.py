@@ -10,10 +10,10 @@ from mtjax.config.layer_pattern import expanded, shortened_pattern
 from mtjax.config.sizes import mlp_size
 from mtjax.config.ssm import letters_of, ssm_heads
 from mtjax.convert.model_types.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names
-from mtjax.convert.model_types.family import Family, Json
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames
+from mtjax.convert.model_types.family import Json, ModelType
 from mtjax.convert.model_types.parts import (
-    Part,
+    ConfigKeys,
     Settings,
     activation,
     all_named,
@@ -27,7 +27,7 @@ from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.rows import linear
 from mtjax.convert.table import Row, Tensor, dims
 from mtjax.errors import UserError
-from mtjax.families.gpt.hugging_face.experts import GRANITE_NAMES, NORMALIZED, SAME_SIZE, TOP_K, Experts, groups
+from mtjax.families.gpt.hugging_face.experts import GRANITE_NAMES, NORMALIZED, SAME_SIZE, TOP_K, ExpertNames, groups
 from mtjax.families.gpt.hugging_face.granite import shared_rows
 from mtjax.families.gpt.hugging_face.llama import GRANITE_SIZES, MULTIPLIERS
 from mtjax.families.hybrid.hugging_face.hybrid_rows import hybrid_rows
@@ -57,13 +57,13 @@ def _floor(values: Json) -> Settings:
     return {"ssm_rate_floor": float(low)}
 
 
-FLOOR = Part(
+FLOOR = ConfigKeys(
     ("time_step_min",),
     lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
     lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
     {"ssm_rate_floor": "time_step_min"},
 )
-LIMIT = Part(
+LIMIT = ConfigKeys(
     ("time_step_limit",),
     _floor,
     lambda model: {"time_step_limit": [model.ssm_rate_floor, math.inf]},
@@ -71,7 +71,7 @@ LIMIT = Part(
 )
 
 
-def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
+def _state_space(heads: str, width: str, expand: str, **keys: str) -> ConfigKeys:
     """Returns the part of the sizes of Mamba-2 layers; `expand` is the key of their width over the hidden size."""
     others = fields(**keys)
 
@@ -85,18 +85,18 @@ def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
 
     def write(model: Model) -> Json:
         count, each = ssm_heads(model), model.ssm_head_dim
-        # Rounded, so that a model with another ratio fails the round trip in `Family.misfits`.
+        # Rounded, so that a model with another ratio fails the round trip in `ModelType.misfits`.
         ratio = max(1, count * each // model.hidden_size)
         return {heads: count, width: each, expand: ratio, **others.write(model)}
 
     named = {"ssm_heads": heads, "ssm_head_dim": width, **others.named}
-    return Part((heads, width, expand, *others.keys), read, write, named)
+    return ConfigKeys((heads, width, expand, *others.keys), read, write, named)
 
 
-def rms_norm(key: str) -> Part:
+def rms_norm(key: str) -> ConfigKeys:
     """Returns the part of a hybrid model's norms, with the key of their epsilon."""
     defaults = {"family": "hybrid", "norm": "rmsnorm", "hidden_dropout": 0.0}
-    return Part(
+    return ConfigKeys(
         (key,),
         lambda values: {**defaults, "norm_epsilon": values[key]},
         lambda model: {key: model.norm_epsilon},
@@ -128,7 +128,7 @@ MAMBA2 = decoder(
     size_fields(num_layers="", num_heads="", num_kv_heads="", mlp_size="", sequence_length="", attention_dropout=""),
     rms_norm("layer_norm_epsilon"),
     always(position="none", bias=False, sequence_length=4096),
-    Part(
+    ConfigKeys(
         ("num_hidden_layers",),
         lambda values: {"layer_pattern": shortened_pattern("M" * values["num_hidden_layers"])},
         lambda model: {"num_hidden_layers": model.num_layers},
@@ -139,7 +139,7 @@ MAMBA2 = decoder(
     LIMIT,
     INITIAL,
     unused("residual_in_fp32"),
-    names=Names(prefix="backbone.", embedding="embeddings", final_norm="norm_f", attention_norm="norm"),
+    names=ModuleNames(prefix="backbone.", embedding="embeddings", final_norm="norm_f", attention_norm="norm"),
     rows=hybrid_rows("mixer"),
     only={
         "use_bias": (False,),
@@ -193,7 +193,7 @@ def _write_experts(model: Model) -> Json:
     return {key: value for part in _EXPERTS for key, value in part.write(model).items()} if model.num_experts else {}
 
 
-NEMOTRON_MLP = Names(
+NEMOTRON_MLP = ModuleNames(
     prefix="backbone.",
     embedding="embeddings",
     final_norm="norm_f",
@@ -204,12 +204,12 @@ NEMOTRON_MLP = Names(
 )
 
 
-def _nemotron_experts(names: Names) -> tuple[Row, ...]:
+def _nemotron_experts(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of experts without a gate."""
     ours, theirs = f"{LAYERS}.experts", f"{names.block}mixer"
     up = Tensor(f"{theirs}.experts.{{expert}}.up_proj.weight", dims("mlp embed"), each=True)
     return (
-        *Experts("mixer").mixture_rows(names),  # of these, the rows with a gate fit none of its parameters
+        *ExpertNames("mixer").mixture_rows(names),  # of these, the rows with a gate fit none of its parameters
         Row(f"{ours}.up.weight", (up,)),
         *linear(f"{ours}.shared.up", f"{theirs}.shared_experts.up_proj", "embed", "mlp"),
     )
@@ -229,8 +229,8 @@ NEMOTRON_H = decoder(
     always(position="none"),
     activation("mlp_hidden_act", gate=False),
     biases("attention_bias", "mlp_bias"),
-    Part(PATTERN_KEYS, _read_pattern, _write_pattern, {"num_experts": "n_routed_experts"}),
-    Part(_EXPERT_KEYS, _read_experts, _write_experts, all_named(_EXPERTS)),
+    ConfigKeys(PATTERN_KEYS, _read_pattern, _write_pattern, {"num_experts": "n_routed_experts"}),
+    ConfigKeys(_EXPERT_KEYS, _read_experts, _write_experts, all_named(_EXPERTS)),
     fields(
         ssm_heads="mamba_num_heads",
         ssm_head_dim="mamba_head_dim",
@@ -270,7 +270,7 @@ def _pairs(mixers: str, feed_forward: str) -> str:
     return shortened_pattern("".join(mixer + feed_forward for mixer in mixers))
 
 
-def halved(family: Family) -> Family:
+def halved(family: ModelType) -> ModelType:
     """Returns a type whose layers are two of mtjax's."""
     return replace(family, table=replace(family.table, sublayers=2))
 
@@ -318,10 +318,10 @@ BAMBA = halved(
         SWIGLU,
         rope(fraction="partial_rotary_factor"),
         biases("attention_bias", "mlp_bias"),
-        Part(("num_hidden_layers", "attn_layer_indices"), _read_bamba, _write_bamba),
+        ConfigKeys(("num_hidden_layers", "attn_layer_indices"), _read_bamba, _write_bamba),
         *_MAMBA,
         unused("num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
-        names=Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
+        names=ModuleNames(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
         rows=hybrid_rows("mamba"),
         only=_PAIRED,
         classifies=False,
@@ -363,7 +363,7 @@ _GRANITE_KEYS = (
 _SHARED = dict.fromkeys(("mlp_size", "shared_expert_size"), "shared_intermediate_size")
 
 
-def _granite_rows(names: Names) -> tuple[Row, ...]:
+def _granite_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of experts and of the MLP beside them, which is the only one without experts."""
     return (*GRANITE_NAMES.mixture_rows(names), *shared_rows(names))
 
@@ -379,7 +379,7 @@ GRANITEMOEHYBRID = halved(
         size_fields(num_layers="", mlp_size=""),
         rms_norm("rms_norm_eps"),
         SWIGLU,
-        Part(
+        ConfigKeys(
             ("position_embedding_type", *ROPE.keys),
             _read_position,
             lambda model: {
@@ -390,9 +390,9 @@ GRANITEMOEHYBRID = halved(
         ),
         biases("attention_bias"),
         *MULTIPLIERS,
-        Part(_GRANITE_KEYS, _read_granite, _write_granite, {**all_named((TOP_K, SAME_SIZE)), **_SHARED}),
+        ConfigKeys(_GRANITE_KEYS, _read_granite, _write_granite, {**all_named((TOP_K, SAME_SIZE)), **_SHARED}),
         *_MAMBA,
-        names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
+        names=ModuleNames(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
         rows=hybrid_rows("mamba", _granite_rows),
         only={**_PAIRED, "position_embedding_type": (None, "nope", "rope"), "normalization_function": ("rmsnorm",)},
         classifies=False,

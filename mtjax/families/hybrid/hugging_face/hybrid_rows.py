@@ -7,7 +7,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.ssm import ssm_groups, ssm_heads
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames, attention_rows, mlp_rows, outside_rows
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Dims, Row, Rows, Tensor
 
@@ -95,12 +95,12 @@ def own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def hybrid_rows(
-    mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: (), stack: str = "mamba"
+    mixer: str, experts: Callable[[ModuleNames], tuple[Row, ...]] = lambda names: (), stack: str = "mamba"
 ) -> Any:
     """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer, `stack` that of the layers with
     Mamba-2, which in another stack than mamba have attention, too."""
 
-    def rows(names: Names, model: Model) -> tuple[Row, ...]:
+    def rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
         own = (*attention_rows(names, model), *mlp_rows(names), *experts(names))
         mamba = mamba_rows(model, names.block + mixer, stack=stack)
         mamba_norm = norm(f"{stack}.layers.mamba_norm", names.block + names.attention_norm)

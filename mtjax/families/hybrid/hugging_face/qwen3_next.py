@@ -7,14 +7,14 @@ from mtjax.config import Model
 from mtjax.config.layer_pattern import shortened_pattern
 from mtjax.config.ssm import letters_of, ssm_groups, ssm_heads
 from mtjax.convert.model_types.decoder import HEAD_DIM, SWIGLU, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames, attention_rows, mlp_rows, outside_rows
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, always, biases, fields
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, always, biases, fields
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Dims, Row, Rows, Slots, Tensor, dims
 from mtjax.errors import UserError
-from mtjax.families.gpt.hugging_face.experts import STEPS, Experts
+from mtjax.families.gpt.hugging_face.experts import STEPS, ExpertNames
 from mtjax.families.hybrid.hugging_face.hybrid import ATTENTION, STATE_SPACE, halved, rms_norm
 from mtjax.families.hybrid.hugging_face.hybrid_rows import own_stacks
 
@@ -53,7 +53,7 @@ def _read_pattern(values: Json) -> Settings:
 
 def _write_pattern(model: Model) -> Json:
     letters = letters_of(model)
-    # A pattern that is not made of such pairs fails the round trip in `Family.misfits`.
+    # A pattern that is not made of such pairs fails the round trip in `ModelType.misfits`.
     mixers, others = letters[::2], letters[1::2]
     fits = len(mixers) == len(others) and set(mixers) <= set(_KINDS) and set(others) <= set("E-")
     return {
@@ -66,7 +66,7 @@ def _write_pattern(model: Model) -> Json:
     }
 
 
-def _gated_attention_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _gated_attention_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of attention, whose tensor of queries has each head's query and gate."""
     query = names.in_attention(names.query)
 
@@ -81,7 +81,7 @@ def _gated_attention_rows(names: Names, model: Model) -> tuple[Row, ...]:
     return (*found, *gates)
 
 
-def _delta_rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _delta_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of gated delta nets."""
     ours, theirs = "delta.layers.delta", f"{names.block}linear_attn"
     heads, groups, key = ssm_heads(model), ssm_groups(model), model.ssm_state
@@ -123,8 +123,8 @@ def _delta_rows(names: Names, model: Model) -> tuple[Row, ...]:
     )
 
 
-def _rows(names: Names, model: Model) -> tuple[Row, ...]:
-    mixture = Experts(shared="shared_expert").mixture_rows(names)
+def _rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
+    mixture = ExpertNames(shared="shared_expert").mixture_rows(names)
     layers = own_stacks((*_gated_attention_rows(names, model), *mlp_rows(names), *mixture))
     return (*outside_rows(names), *layers, *_delta_rows(names, model))
 
@@ -154,7 +154,7 @@ QWEN3_NEXT = halved(
         always(position="rope", norm_weight="offset", qk_norm=True, attention_output_gate=True),
         rope(fraction="partial_rotary_factor"),
         biases("attention_bias"),
-        Part((*_PATTERN_KEYS, *_EXPERTS.keys), _read_pattern, _write_pattern, _EXPERTS.named),
+        ConfigKeys((*_PATTERN_KEYS, *_EXPERTS.keys), _read_pattern, _write_pattern, _EXPERTS.named),
         fields(**_DELTA),
         rows=_rows,
         # It is that of the convolutions, too, which have SiLU.

@@ -9,9 +9,9 @@ from mtjax.config.layer_pattern import SHARED, shortened_pattern
 from mtjax.config.shared_blocks import FIRST, SECOND, num_blocks
 from mtjax.config.ssm import letters_of, numbers_of, ssm_heads
 from mtjax.convert.model_types.decoder import ROPE, decoder, size_fields, sizes
-from mtjax.convert.model_types.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
+from mtjax.convert.model_types.decoder_rows import LAYERS, ModuleNames, attention_rows, mlp_rows, outside_rows
 from mtjax.convert.model_types.family import Json
-from mtjax.convert.model_types.parts import Part, Settings, activation, always, check_factor, fields, unused
+from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, check_factor, fields, unused
 from mtjax.convert.model_types.rows import linear, norm
 from mtjax.convert.table import Row, Tensor, dims
 from mtjax.errors import UserError
@@ -71,7 +71,7 @@ def _read_state_space(values: Json) -> Settings:
 
 def _write_state_space(model: Model) -> Json:
     count = ssm_heads(model)
-    # Rounded, so that a model with another ratio fails the round trip in `Family.misfits`.
+    # Rounded, so that a model with another ratio fails the round trip in `ModelType.misfits`.
     return {"n_mamba_heads": count, "mamba_expand": max(1, count * model.ssm_head_dim // model.hidden_size)}
 
 
@@ -92,7 +92,9 @@ def _write_position(model: Model) -> Json:
     return {"use_mem_rope": is_rotated, **(ROPE.write(model) if is_rotated else {})}
 
 
-NAMES = Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm", gate_up="gate_up_proj")
+NAMES = ModuleNames(
+    final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm", gate_up="gate_up_proj"
+)
 
 
 def _first_layers(model: Model) -> Iterator[tuple[int, str, str]]:
@@ -103,7 +105,7 @@ def _first_layers(model: Model) -> Iterator[tuple[int, str, str]]:
             yield found[0], f"block_{number}", stack
 
 
-def _rows(names: Names, model: Model) -> tuple[Row, ...]:
+def _rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     rows = [*outside_rows(names), *_mamba("mamba", f"{names.block}", model)]
     for first, block, stack in _first_layers(model):
         own = replace(names, layer=f"layers.{first}.shared_transformer")
@@ -178,20 +180,22 @@ ZAMBA2 = decoder(
     rms_norm("rms_norm_eps"),
     always(bias=False),
     activation(),
-    Part(
+    ConfigKeys(
         ("layers_block_type", "num_mem_blocks", "num_hidden_layers", "hybrid_layer_ids"), _read_pattern, _write_pattern
     ),
-    Part(("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space, {"ssm_heads": "n_mamba_heads"}),
+    ConfigKeys(
+        ("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space, {"ssm_heads": "n_mamba_heads"}
+    ),
     fields(ssm_state="mamba_d_state", ssm_groups="mamba_ngroups", ssm_conv="mamba_d_conv"),
     FLOOR,
     INITIAL,
-    Part(
+    ConfigKeys(
         ("num_attention_heads",),
         _read_attention,
         lambda model: {"num_attention_heads": model.num_heads},
         {"num_heads": "num_attention_heads"},
     ),
-    Part(("use_mem_rope", *ROPE.keys), _read_position, _write_position, ROPE.named),
+    ConfigKeys(("use_mem_rope", *ROPE.keys), _read_position, _write_position, ROPE.named),
     fields(block_rank="adapter_rank", block_attention_adapters="use_shared_attention_adapter"),
     # What follows from others, and transformers computes anew.
     unused("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "num_query_groups"),
