@@ -109,10 +109,10 @@ CHECKS: Mapping[str, tuple[str, str]] = {
     "latent attention": ("parity/test_latent_attention.py", "inspect/test_llama_contract.py"),
     "LoRA": ("models/test_lora.py", "inspect/test_lora_contract.py"),
     "distillation": ("finetune/test_distillation.py", "inspect/test_distillation_contract.py"),
-    "Llama, grouped-query attention": ("models/test_llama.py", "inspect/test_llama_contract.py"),
-    "hybrid models": ("models/test_hybrid.py", "inspect/test_hybrid_contract.py"),
-    "BERT": ("models/test_bert.py", "inspect/test_family_contracts.py"),
-    "T5": ("models/test_t5.py", "inspect/test_family_contracts.py"),
+    "Llama, grouped-query attention": ("families/gpt/test_llama.py", "inspect/test_llama_contract.py"),
+    "hybrid models": ("families/hybrid/test_model.py", "inspect/test_hybrid_contract.py"),
+    "BERT": ("families/bert/test_model.py", "inspect/test_family_contracts.py"),
+    "T5": ("families/t5/test_model.py", "inspect/test_family_contracts.py"),
 }
 """Feature -> the tests of its numbers on CPUs, and of its program compiled for H100, below tests/."""
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from mtjax.config import Config
-from mtjax.families.gpt.distilled import HARD, SOFT
 from mtjax.layout.stages import order_of
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.teacher import HARD, SOFT
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.tiny import host_batch, initial_state

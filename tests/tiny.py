@@ -184,7 +184,7 @@ def batch_of(program: TrainStep, step: int) -> dict[str, jax.Array]:
 
 def initial_state(program: TrainStep) -> State:
     """Seed 0's, on the program's mesh. The first program of a model makes it; the others are spared compiling that, for
-    initial parameters do not depend on the mesh (see `tests/models/test_gpt.py`)."""
+    initial parameters do not depend on the mesh (see `tests/families/gpt/test_model.py`)."""
     like = program.abstract_state
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like))
     model = replace(program.config, hidden_dropout=0.0, attention_dropout=0.0).model

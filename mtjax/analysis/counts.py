@@ -94,8 +94,8 @@ class Counts:
     expert_vectors: int = 0
     """Of those that ZeRO shards, experts' biases that `expert` shards; they are not in `layer_vectors`."""
     transposed: int = 0
-    """Of ZeRO-3's shards, those that XLA transposes before the all-gather: of parameters that are sharded along another
-    dimension than the outermost of a layer."""
+    """Of ZeRO-3's shards, those that XLA transposes before the all-gather: of parameters outside the stacks that are
+    sharded along another dimension than the outermost. Of a layer's, one layer is transposed at a time."""
 
     @cached_property
     def shared(self) -> "Counts":
@@ -138,7 +138,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         elif layout.zero:
             owner = "expert" if is_expert else "layer" if stacked else "outside"
             sums[f"{owner}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
-            sums["transposed"] += _transposed(weight, layout, mesh) if layout.zero == 3 else 0
+            sums["transposed"] += _transposed(weight, layout, mesh) if layout.zero == 3 and not stacked else 0
     return Counts(**sums)
 
 
@@ -154,12 +154,11 @@ def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
 
 
 def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
-    """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost of a layer, else 0."""
+    """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost, else 0."""
     degree = mesh.degree(zero_axes(layout, weight.names))
     dim = sharded_dimension(weight.names, weight.shape, layout, mesh, degree)
     sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
-    outer = sizes[weight.names[0] == LAYERS : dim]
-    return math.prod(sizes) // degree if math.prod(outer) > 1 else 0
+    return math.prod(sizes) // degree if math.prod(sizes[:dim]) > 1 else 0
 
 
 def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> tuple[Weight, ...]:

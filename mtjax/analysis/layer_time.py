@@ -12,11 +12,11 @@ from mtjax.analysis.kernels import CORE, KEPT_GATE, ElementWise, Traffic
 from mtjax.analysis.loop_time import loop_seconds, scan_seconds
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepeated
-from mtjax.analysis.parts.score_blocks import computed_share
+from mtjax.analysis.parts.score_blocks import block_queries, computed_share
 from mtjax.analysis.software import Software
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
-from mtjax.layout.attention_kernel import padded_width
+from mtjax.layout.attention_kernel import padded_width, spans_of
 from mtjax.layout.plan import Plan
 
 
@@ -142,7 +142,8 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     if plan.flash_attention:
         causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)
-    keys *= computed_share(scores, plan)
+    if plan.attention_in_blocks and not plan.context_parallelism:
+        return _in_blocks(scores, plan, machine)
     pairs = heads * queries * keys
     both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
     core = CORE[kernels.name]
@@ -159,9 +160,34 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
         forward, backward = forward + each, backward + each
         # XLA: a bias is written for each sample in float32 and read again, not in the recompute, and so are gradients.
         backward += machine.passes(2 * 8 * pairs) if scores.is_biased else 0.0
-    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are recomputed
-        backward += forward - machine.product(queries, keys, width, heads)
     return forward, backward
+
+
+def _in_blocks(scores: Scores, plan: Plan, machine: Machine) -> tuple[float, float]:
+    """Seconds of scores, softmax and context in blocks of a few queries, forward and backward, as XLA compiles them for
+    H100 (jax 0.10.2): every kernel reads or writes scores, which takes longer than its FLOPs.
+
+    Forward, bytes per score: products write 4 and read c; the maximum, the sum and the probabilities read 4 each and
+    write c. Backward: two products write 4 each; both gradients are computed of these, 8 + 2c; three products read c
+    each. A block reads keys and values, of groups of heads, and adds to float32 sums of their gradients.
+    """
+    c, rows = plan.element_bytes, scores.heads / plan.mesh.model * plan.microbatch_size
+    queries = min(block_queries(scores, plan), scores.queries)
+    blocks, pairs = scores.queries / queries, rows * scores.queries * scores.keys * computed_share(scores, plan)
+    width, values = scores.width, scores.width - scores.narrower
+    groups = max(scores.groups / plan.mesh.model, 1) * plan.microbatch_size
+    both, shared = width + values, groups / rows
+    drawn = max(machine.drawn(pairs) - machine.passes(pairs), 0.0) if plan.has_attention_dropout else 0.0
+    launches = blocks * machine.constants.launch
+    forward = pairs * (16 + 2 * c + c * both * shared / queries)
+    backward = pairs * (16 + 5 * c + (c * (both + width) + 8 * both) * shared / queries)
+    # The sums of gradients begin with zeros that are copied, and are cast; spans have their own.
+    spans = spans_of(scores.queries, queries) if scores.is_causal else 1
+    backward += groups * scores.keys * both * (spans + 1) / 2 * (4 + 8 + 4 + c)
+    return (
+        machine.passes(forward) + 6 * launches + drawn,
+        machine.passes(backward) + 5 * launches + drawn,
+    )
 
 
 @cache

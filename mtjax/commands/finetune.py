@@ -10,8 +10,8 @@ from mtjax.cli import Command, argument, parse, run_main, typed_options
 from mtjax.config import Config, replace
 from mtjax.config.common import COMMON_FINETUNING
 from mtjax.config.families import is_decoder, kind_of
-from mtjax.config.retro import shortest_text, text_step
 from mtjax.errors import UserError
+from mtjax.families.retro.config import shortest_text, text_step
 from mtjax.finetune.options import CHAT, DECIDED, DEFAULTS, DESCRIPTION, LONGEST_CHATS, Options
 from mtjax.finetune.tasks.registry import TASKS
 from mtjax.help import HELP, HELP_ALL

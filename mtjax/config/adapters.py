@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mtjax.config.model import Model
-from mtjax.config.retro import is_frozen_in_retro
+from mtjax.families.retro.config import is_frozen_in_retro
 
 ADAPTER = "lora"
 """Name of an adapter's module, next to the weight that it adds to."""

@@ -15,7 +15,6 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
-from mtjax.config.retro import check_retro_run
 from mtjax.config.run import Config
 from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import (
@@ -28,7 +27,7 @@ from mtjax.config.sizes import (
     nearest_divisors,
     num_kv_heads,
 )
-from mtjax.config.ssm import check_hybrid_run, has_attention
+from mtjax.config.ssm import has_attention
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
 from mtjax.storage import shown, url_of
@@ -50,7 +49,7 @@ def validate(config: Config) -> None:
     check_attention(config.model)
     check_experts(config)
     check_prediction(config)
-    check_hybrid_run(config)
+    family_of(config.model.family).check_run(config)
     if config.model.mlp_gate_scale != 1 and config.model.activation not in GATED:
         raise UserError(
             f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
@@ -61,7 +60,6 @@ def validate(config: Config) -> None:
             f"layer_pattern {config.model.layer_pattern!r} has shared blocks, whose MLP has a gate, and activation "
             f"{config.model.activation} has none: use one of {', '.join(GATED)}"
         )
-    check_retro_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)

@@ -9,6 +9,7 @@ from mtjax.families.registry import FAMILIES, load_part
 
 if TYPE_CHECKING:
     from mtjax.config.model import Model
+    from mtjax.config.run import Config
 
 
 EXPERTS = frozenset(
@@ -33,57 +34,8 @@ EXPERTS = frozenset(
 LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
 """Settings of multi-head latent attention, for families that support it."""
 
-DECODER = frozenset(
-    {
-        *("embedding_scale", "embedding_size", "embedding_norm"),
-        *("first_attention_norm", "parallel_residual", "residual_scale"),
-        *("output_scale", "output_softcap", "output_bias"),
-        *("mtp_num_layers", "mtp_loss_scaling_factor"),
-        *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
-        *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
-        *("rope_short_factors", "rope_long_factors", "rope_truncate"),
-        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks"),
-        *LATENT,
-    }
-)
-"""Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
-but the default."""
-HYBRID = frozenset(
-    {
-        *("layer_pattern", "ssm_heads", "ssm_head_dim", "ssm_state", "ssm_groups", "ssm_conv", "ssm_rate_floor"),
-        *("ssm_chunk", "ssm_norm", "ssm_scales", "ssm_output_scale", "attention_output_gate"),
-        *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale", "block_rank", "block_attention_adapters"),
-    }
-)
-"""Settings of hybrid models, which others refuse likewise."""
-RETRO = frozenset(
-    {
-        *("retro_chunk", "retro_num_neighbours", "retro_retrieved_chunks", "retro_encoder_layers", "retro_first"),
-        *("retro_every", "retro_encoder_dropout", "retro_final_norm", "retro_frozen", "retro_reads"),
-    }
-)
-"""Settings of Retro, which others refuse likewise."""
-ENCODER = frozenset({"head_bias", "pooler_activation", "relative_bias_layers"})
-"""Settings of one of the families with an encoder, which others refuse likewise."""
 
-
-def check_parallel_residual(model: "Model") -> None:
-    """Checks that parallel_residual is combined with input norms and dense MLPs only.
-
-    Raises:
-      UserError: it is combined with others.
-    """
-    if model.parallel_residual == "no":
-        return
-    for name, default in (("norm_placement", "pre"), ("num_experts", 0)):
-        if (value := getattr(model, name)) != default:
-            raise UserError(
-                f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "
-                f"remove {name} or parallel_residual"
-            )
-
-
-def _nothing_more(model: "Model") -> None:
+def _nothing_more(checked: "Model | Config") -> None:
     """Checks nothing, for a family that allows all combinations of settings."""
 
 
@@ -100,8 +52,12 @@ class Family:
     """Setting -> the values that this family supports, where that is not all of them."""
     own: frozenset[str] = frozenset()
     """Settings that have an effect in this family, and none in families that do not list them here too."""
+    refused_elsewhere: frozenset[str] = frozenset()
+    """Those of them that families which do not list them refuse, with any value but the default."""
     check: Callable[["Model"], None] = _nothing_more
     """Raises a `UserError` for inconsistent settings; each setting has been checked separately before."""
+    check_run: Callable[["Config"], None] = _nothing_more
+    """Raises a `UserError` for settings of a run that the family does not support."""
     network: str | None = None
     """Another family with the same network and other defaults; they can exchange weights."""
 
@@ -127,7 +83,8 @@ def check_decoder_settings(model: "Model") -> None:
     Raises:
       UserError: one has another value; names it.
     """
-    for name in sorted((DECODER | HYBRID | ENCODER | RETRO) - family_of(model.family).own):
+    refused = frozenset().union(*(family_of(family).refused_elsewhere for family in FAMILIES))
+    for name in sorted(refused - family_of(model.family).own):
         if getattr(model, name) != getattr(type(model)(), name):
             known = [family for family in FAMILIES if name in family_of(family).own]
             works = f"the famil{'ies' if known[1:] else 'y'} {listed(known)}"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.retro import first_retro_layer, later_retro_layers
 from mtjax.errors import UserError
+from mtjax.families.retro.config import first_retro_layer, later_retro_layers
 
 CROSS = "cross_attention"
 """Module of a layer that reads neighbours."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from mtjax.config import Model, replace
-from mtjax.config.families import RETRO as RETRO_SETTINGS
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
+from mtjax.families.retro.config import RETRO as RETRO_SETTINGS
 from mtjax.layout.stacks import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
 
 

@@ -20,9 +20,11 @@ class FamilyParts:
     `analysis.anatomy.Anatomy` of a `config.Model`."""
     samples: str
     """What it reads: a `data.samples.family.FamilySamples`."""
-    hugging_face: str | None = None
+    with_head: str = ""
+    """Its network with a head for finetuning, such as one for classes; "" for a family that has none."""
+    hugging_face: str = ""
     """The types of transformers whose weights it reads and writes, in the order in which an export prefers them: each a
-    `convert.model_types.family.Family`."""
+    `convert.model_types.family.ModelType`. "" for a family that transformers does not have."""
 
 
 FAMILIES: dict[str, FamilyParts] = {
@@ -31,6 +33,7 @@ FAMILIES: dict[str, FamilyParts] = {
         model="mtjax.families.gpt.model:GPT",
         costs="mtjax.families.gpt.costs:decoder",
         samples="mtjax.families.gpt.samples:SAMPLES",
+        with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
         hugging_face="mtjax.families.gpt.hugging_face:TYPES",
     ),
     "llama": FamilyParts(
@@ -38,6 +41,7 @@ FAMILIES: dict[str, FamilyParts] = {
         model="mtjax.families.gpt.model:GPT",
         costs="mtjax.families.gpt.costs:decoder",
         samples="mtjax.families.gpt.samples:SAMPLES",
+        with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
         hugging_face="mtjax.families.gpt.hugging_face:TYPES",
     ),
     "hybrid": FamilyParts(
@@ -52,6 +56,7 @@ FAMILIES: dict[str, FamilyParts] = {
         model="mtjax.families.bert.model:BERT",
         costs="mtjax.families.bert.costs:bert",
         samples="mtjax.families.bert.samples:SAMPLES",
+        with_head="mtjax.families.bert.finetuned:FinetunedEncoder",
         hugging_face="mtjax.families.bert.hugging_face:TYPES",
     ),
     "t5": FamilyParts(

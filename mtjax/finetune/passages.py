@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtjax.config import Model
-from mtjax.config.retro import neighbour_length
 from mtjax.data import Tokenizer
 from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
 from mtjax.data.samples.sample import Sample
 from mtjax.errors import UserError
+from mtjax.families.retro.config import neighbour_length
 from mtjax.families.retro.model import NEIGHBOURS, READS
 from mtjax.finetune.chat_encoding import EncodedSample
 from mtjax.finetune.chat_samples import PackedChats

@@ -10,12 +10,12 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
-from mtjax.config.retro import shortest_text, text_step
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
 from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import same_path
 from mtjax.data.tokens.tokenizer import folder_of, open_tokenizer
 from mtjax.errors import UserError
+from mtjax.families.retro.config import shortest_text, text_step
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Epochs, Grouped
 from mtjax.finetune.teacher import Teacher, TeacherTargets

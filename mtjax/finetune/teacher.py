@@ -15,13 +15,13 @@ from mtjax.config.sizes import embedding_width, output_shape
 from mtjax.convert.saved_model import NO_HINTS, Hints, SavedModel, model_of, without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
-from mtjax.families.gpt.distilled import TEACHER, TEACHER_TABLE
 from mtjax.families.gpt.model import GPT
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
+from mtjax.models.teacher import TEACHER, TEACHER_TABLE
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.train.step import TrainStep

@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import reshard
 
-from mtjax.config.retro import neighbour_length, num_chunks
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
+from mtjax.families.retro.config import neighbour_length, num_chunks
 from mtjax.families.retro.model import NEIGHBOURS as ARRAY
 from mtjax.families.retro.model import Retro
 from mtjax.generate.completion import Completion

@@ -162,8 +162,8 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
             kind = REDUCE_SCATTER if REDUCE_SCATTER in (before.line.kind, line.kind) else line.kind
             dtype = NARROW if NARROW in (before.dtype, required.dtype) else required.dtype
             elements = f"{_product(before.line)} + {_product(line)}"
-            hoisted = before.line.hoisted or line.hoisted
-            line = replace(line, kind=kind, count="1", elements=elements, hoisted=hoisted)
+            hoisted, also = before.line.hoisted or line.hoisted, before.line.also or line.also
+            line = replace(line, kind=kind, count="1", elements=elements, hoisted=hoisted, also=also)
             required = _Pool(line, 1, before.total + required.total, dtype, before.min_elements + required.min_elements)
         merged[key] = required
     return list(merged.values())

@@ -16,12 +16,12 @@ from mtjax.config.sizes import (
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.families.registry import FAMILIES
+from mtjax.families.retro.layout import retro_problems
 from mtjax.layout.float8 import float8_problems
 from mtjax.layout.hybrid import inner_widths, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
-from mtjax.layout.retro import retro_problems
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.stages import balanced_layers, order_in_plan

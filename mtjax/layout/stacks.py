@@ -7,9 +7,9 @@ from functools import cache
 from mtjax.config import Model
 from mtjax.config.families import kind_of
 from mtjax.config.layer_pattern import KIND_OF, loops_of_pattern
-from mtjax.config.retro import first_retro_layer, later_retro_layers, neighbour_tokens, plain_layers
 from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers
 from mtjax.config.ssm import letters_of
+from mtjax.families.retro.config import first_retro_layer, later_retro_layers, neighbour_tokens, plain_layers
 
 STACK = "stack"
 """Path of the stack of layers; in a model with dense and expert layers, of those with experts."""

@@ -1,4 +1,4 @@
-"""Pretrained trunks with another head: logits or a number for each text, or logits for each token.
+"""Losses of pretrained trunks with another head: logits or a number for each text, or logits for each token.
 
 The heads are transformers': `...ForSequenceClassification` is BERT's pooler, dropout and a linear layer on the first
 token, for decoders a linear layer without bias on the last one; `BertForMultipleChoice` is the same with one logit for
@@ -15,11 +15,9 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import num_outputs
-from mtjax.families.bert.model import Encoder
-from mtjax.families.gpt.distilled import HARD, SOFT, TEACHER
-from mtjax.families.gpt.model import Decoder
-from mtjax.models.heads import LastTokenHead, PoolerHead, SpanHead, class_losses, divergences
+from mtjax.config.families import kind_of
+from mtjax.models.heads import class_losses, divergences
+from mtjax.models.teacher import HARD, SOFT, TEACHER
 from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
@@ -66,8 +64,8 @@ def row_losses_of(model: Model) -> RowLosses:
     return heads[model.head]
 
 
-class _Finetuned:
-    """The loss of a text, for any trunk."""
+class Finetuned:
+    """The batch and the losses of a trunk with another head."""
 
     def losses(
         self: GivesOutputs, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions
@@ -85,7 +83,7 @@ class _Finetuned:
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the arrays of texts, labels and their weights: `mtjax.finetune.samples`."""
         length, kind = (config.model.sequence_length,), config.model.head
-        names = ["tokens", "padding_mask", *(["token_types"] if config.model.family == "bert" else [])]
+        names = ["tokens", "padding_mask", *(["token_types"] if kind_of(config.model) == "encoder" else [])]
         arrays = {name: jax.ShapeDtypeStruct(length, jnp.int32) for name in names}
         label = jax.ShapeDtypeStruct(
             (2,) if kind == "spans" else (), jnp.float32 if kind == "regression" else jnp.int32
@@ -101,37 +99,3 @@ class _Finetuned:
     def num_tokens(batch: Mapping[str, Array]) -> Array:
         """Counts tokens that are not padding."""
         return batch["padding_mask"].sum().astype(jnp.float32)
-
-
-class FinetunedEncoder(_Finetuned, Encoder):
-    """BERT with a pooler, dropout and a linear layer on the first token, or with a linear layer on every token."""
-
-    def __init__(self, config: Config, *, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(config, key=key)
-        model, head_key = config.model, jax.random.fold_in(key, 1)
-        self.row_losses = row_losses_of(model)
-        if model.head == "spans":
-            self.head = SpanHead(model, key=head_key)
-        else:
-            settings = {"rate": model.hidden_dropout, "activation": model.pooler_activation}
-            self.head = PoolerHead(model, num_outputs(model), **settings, key=head_key)
-
-    def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
-        """See `GivesOutputs.outputs`."""
-        hidden = self.final_norm(trunk_output.x)
-        return self.head(hidden, batch["padding_mask"]) if isinstance(self.head, SpanHead) else self.head(hidden, keys)
-
-
-class FinetunedDecoder(_Finetuned, Decoder):
-    """GPT or Llama with a linear layer on the last token."""
-
-    def __init__(self, config: Config, *, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(config, key=key)
-        self.row_losses = row_losses_of(config.model)
-        self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))
-
-    def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
-        """See `GivesOutputs.outputs`."""
-        return self.head(self.final_hidden(trunk_output.x), batch["padding_mask"])

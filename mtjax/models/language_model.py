@@ -6,7 +6,6 @@ import jax
 from jax import Array
 
 from mtjax.config import Config
-from mtjax.config.families import is_decoder
 from mtjax.families.registry import FAMILIES, load_part
 from mtjax.models.trunk import Batch, Trunk
 
@@ -41,7 +40,7 @@ def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
     # Heads, teachers and further predictions are subclasses: the language model knows none of them.
     if config.model.head != "language":
-        return load_part(f"mtjax.models.finetuned:Finetuned{'Decoder' if is_decoder(config.model) else 'Encoder'}")
+        return load_part(FAMILIES[config.model.family].with_head)
     if config.finetuning.teacher is not None:
         return load_part("mtjax.families.gpt.distilled:DistilledGPT")
     if config.model.mtp_num_layers:

@@ -7,7 +7,7 @@ from the batch and the output of the section before. So different stages can run
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 from jax import Array
@@ -15,12 +15,8 @@ from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.stack import Stack
+from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.vocab import LossOptions
-
-if TYPE_CHECKING:
-    from mtjax.models.pattern_stacks import PatternStacks
-    from mtjax.models.retro_stacks import RetroStacks
 
 Tree = Any
 Batch = Mapping[str, Any]
@@ -41,10 +37,18 @@ class HiddenStates(NamedTuple):
     """The output of an earlier section, which layers of this one read by cross-attention."""
 
 
+class RunsLayers(Protocol):
+    """A stack of layers, or several."""
+
+    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+        """See `mtjax.models.stack.Stack.over_layers`."""
+        ...
+
+
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: "Stack | PatternStacks | RetroStacks"
+    stack: RunsLayers
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]

@@ -18,6 +18,11 @@ THREADS_PER_DEVICE = 4
 as all-reduces over two axes, run in any order, each blocking a thread. With one thread per device, XLA's default, all
 may wait for a device without a thread."""
 
+USABLE_MEMORY = 0.9
+"""Share of a GPU's memory that jax may take: as much as the planner's plans. The rest is left to CUDA and NCCL."""
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables of this share, of which jax takes one alone; the second is an older name."""
+
 
 def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     """Builds the mesh over this machine's devices (those of all processes when there are several).
@@ -54,7 +59,9 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
 
 
 def use_cpu_devices(count: int) -> None:
-    """Requests `count` virtual CPU devices, and restricts jax to the CPU if the machine has no GPU."""
+    """Requests `count` virtual CPU devices, and restricts jax to the CPU if the machine has no GPU; sets how much of a
+    GPU it may take."""
+    use_gpu_memory()
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # devices exist already, as in tests: their number is fixed
@@ -62,6 +69,12 @@ def use_cpu_devices(count: int) -> None:
     # Without a GPU, CUDA's plugin (installed for compile-only programs) would warn about the missing driver.
     if not os.environ.get("JAX_PLATFORMS") and not has_gpu():
         jax.config.update("jax_platforms", "cpu")
+
+
+def use_gpu_memory() -> None:
+    """Lets jax take `USABLE_MEMORY` of a GPU, by default 75%, unless the environment has another share."""
+    if not any(name in os.environ for name in FRACTIONS):
+        os.environ[FRACTIONS[0]] = str(USABLE_MEMORY)
 
 
 def has_gpu() -> bool:

@@ -58,6 +58,16 @@ OVERLAP = (
         until=(0, 12),
     ),
 )
+MEMORY = (
+    XLAOption(
+        "xla_gpu_memory_limit_slop_factor",
+        112,
+        "in percent, of 80% of the GPU's memory less arguments: temporaries and arguments may take 90% together. XLA "
+        "computes matmuls of a program that takes more again, by its default from 76% on",
+        "0.10.2, 95 by default",
+    ),
+)
+"""On all GPUs. `USABLE_MEMORY` (`mtjax.runtime.devices`) is as much, and so is what the planner's plans may take."""
 UNROLLED = (
     XLAOption(
         "xla_gpu_enable_triton_gemm",
@@ -116,9 +126,16 @@ PREFETCH = (
     ),
     XLAOption(
         "xla_gpu_all_gather_combine_threshold_bytes",
-        1 << 28,
-        "all parameters of a layer in one all-gather: XLA has only one collective over the same ranks in flight at a "
-        "time, and with several it waits for the first where the second begins",
+        1 << 30,
+        "all parameters of a layer, up to half a billion in 16 bits, in one all-gather: XLA has only one collective "
+        "over the same ranks in flight at a time, and with several it waits for the first where the second begins",
+        "0.10.2, 30 MB by default",
+    ),
+    XLAOption(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        1 << 27,
+        "the same for a layer's gradients if they are reduce-scattered; counted are the bytes of a rank's part. Tables "
+        "stay apart from the last layer in most models",
         "0.10.2, 30 MB by default",
     ),
     XLAOption(
@@ -275,6 +292,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     concurrent = processes > 1 and shape.has_data_and_tensor and not staged
     prefetches = Plan.of(config, shape).prefetches(config.model)
     tables = (
+        (MEMORY, True),
         (UNROLLED, bool(config.training.unroll_layers)),
         (FLOAT8, config.training.fp8 != "none"),
         (OVERLAP, parallel.overlap),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
@@ -207,13 +208,9 @@ def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
       shard: float32, 1 / `reduction.num_shards` of the parameter.
       cast: the same in `gather_dtype`, if it exists already, in parts.
     """
-    axes, dim, dtype = how.reduction.shard_axes, how.reduction.dim, how.gather_dtype if how.is_quantized else how.dtype
-
-    def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(dtype)
-
+    dtype = how.gather_dtype if how.is_quantized else how.dtype
     with jax.named_scope("parameters"):
-        full = [fully_manual(local, spec(*how.names))(a) for a in cast or (shard,)]
+        full = [fully_manual(lambda a: gathered(how, a).astype(dtype), spec(*how.names))(a) for a in cast or (shard,)]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
         return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
@@ -235,6 +232,18 @@ def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Ar
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def gathered(how: ShardedParam, shard: Array) -> Array:
+    """All-gathers a shard in `gather_dtype`, with all axes manual."""
+    # XLA: the operand's layout, sharded dimension outermost, would spread to the stack: a transposed copy of all of it.
+    sent = row_major(shard).astype(how.gather_dtype)
+    return lax.all_gather(sent, how.reduction.shard_axes, axis=how.reduction.dim, tiled=True)
+
+
+def row_major(a: Array) -> Array:
+    """Returns an array in row-major memory layout; every mesh axis is manual."""
+    return memory_layout.with_layout_constraint(a, memory_layout.Layout(major_to_minor=tuple(range(a.ndim))))
 
 
 # --- reduction over ranks, and the arrays by which a loss is differentiated

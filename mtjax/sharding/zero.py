@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import layout as memory_layout
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -26,10 +25,12 @@ from mtjax.sharding.param_comm import (
     GradReduction,
     ReplicatedParam,
     ShardedParam,
+    gathered,
     index_layer,
     is_wrapped,
     materialize,
     reduce_gradient,
+    row_major,
 )
 from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
 
@@ -331,19 +332,9 @@ def gather_layer(like: ShardedParam) -> Array:
     Args:
       like: its shard, without the leading `layers`.
     """
-
-    def local(a: Array) -> Array:
-        """Gathers with all axes manual."""
-        full = lax.all_gather(
-            a.astype(like.gather_dtype), like.reduction.shard_axes, axis=like.reduction.dim, tiled=True
-        )
-        # XLA: a gather's result has the sharded dimension outermost. That layout would spread to the stack into which
-        # it is written, and the stack would be copied once more to be transposed.
-        row_major = memory_layout.Layout(major_to_minor=tuple(range(full.ndim)))
-        return memory_layout.with_layout_constraint(full, row_major)
-
-    # XLA: a layout constraint on an operand with explicit axes makes the partitioner gather it, so all are manual.
-    return fully_manual(local, spec(*like.names))(like.sent)
+    # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
+    # with explicit axes makes the partitioner gather it, so all are manual.
+    return fully_manual(lambda a: row_major(gathered(like, a)), spec(*like.names))(like.sent)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:

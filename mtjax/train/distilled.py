@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.config.sizes import num_outputs, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.families.gpt.distilled import HARD, SOFT, TEACHER, TEACHER_TABLE, DistilledTrunkPipeline
+from mtjax.families.gpt.distilled import DistilledTrunkPipeline
 from mtjax.layout.layouts import Layout
 from mtjax.models.sharded_model import Batch
+from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.sharding import placement
 from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.train.step import LossInputs, TrainStep

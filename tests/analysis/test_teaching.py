@@ -11,12 +11,12 @@ from mtjax.analysis import teacher_cost as teaching
 from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.memory import stage_memory
 from mtjax.convert.saved_model import without_training
-from mtjax.families.gpt.distilled import TEACHER, TEACHER_TABLE
 from mtjax.finetune.teacher import TeacherTargets
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.products import count_flops
 from mtjax.layout.plan import Plan
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.teacher import TEACHER, TEACHER_TABLE
 from tests.tiny import program_of
 
 SETTINGS = {

@@ -1,6 +1,7 @@
 """The scaling model: limits that must hold whatever its constants."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.software import MEGATRON_CORE, MTJAX
 from mtjax.analysis.timing import StepTime, step_time, table_copies
 from mtjax.analysis.traffic import Transfer, transfers
+from mtjax.config import Config
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
@@ -355,3 +357,30 @@ def test_frozen_matrices_have_no_gradients_that_take_time_or_hide_sums():
     anatomy, plan = anatomy_of(run.model), Plan(parse_mesh("8x1"), 8, 1, recompute="full")
     whole, frozen = (head_seconds(a, plan, machine, MTJAX) for a in (anatomy_of(llama.model), anatomy))
     assert whole - frozen == pytest.approx(machine.product(4096, 8192, 128_256), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples", "mesh", "whole", "blocks"),
+    [
+        (2048, 4, "8x1", 163.3, 195.3),
+        (4096, 1, "8x1", 114.5, 136.8),
+        (4096, 1, "1x8", 20.9, 26.9),
+        (8192, 1, "1x8", 45.0, 57.4),
+    ],
+)
+def test_attention_in_blocks_takes_longer_than_all_scores_at_once(tokens, samples, mesh, whole, blocks):
+    """Milliseconds of programs compiled for H100s (27 November 2026, docs/notes/speed.md), by formula within 14%."""
+    model: dict[str, Any] = {
+        "family": "gpt",
+        "num_layers": 4,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "position": "alibi",
+    }
+    model |= {"vocab_size": 8192, "vocab_multiple": 256, "sequence_length": tokens, "mesh": mesh, "recompute": "full"}
+    model |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "compute_dtype": "bfloat16", "microbatch_size": samples}
+    batch = samples * parse_mesh(mesh).data
+    for kernel, compiled in (("xla", whole), ("blocks", blocks)):
+        run = config.replace(Config(), **model, global_batch_size=batch, attention=kernel)
+        seconds = step_time(anatomy_of(run.model), Plan.of(run, parse_mesh(mesh)), DGX_H100).total
+        assert 1e3 * seconds == pytest.approx(compiled, rel=0.14)

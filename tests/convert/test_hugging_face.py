@@ -157,7 +157,7 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_embd": "many"}, "hidden_size (n_embd in config.json) = 'many' should be"),
+        ({"n_embd": "many"}, "n_embd is 'many', but must be an integer"),
         (
             {"n_head": 5},
             "hidden_size (n_embd in config.json) 32 is not divisible by num_heads (n_head in config.json) 5",
@@ -167,12 +167,12 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
         ({"pad_token_id": False}, "config.json: pad_token_id is False, and must be a token's id"),
         ({"eos_token_id": [7, None]}, "config.json: eos_token_id is [7, None], and must be a token's id"),
         ({"n_layer": None}, "config.json is missing num_layers"),
-        ({"n_head": 2.5}, "num_heads (n_head in config.json) = 2.5 should be"),
+        ({"n_head": 2.5}, "n_head is 2.5, but must be an integer"),
         (
             {"model_type": "llama", "activation_function": None, "rope_scaling": {"rope_type": "linear"}},
-            "it is missing factor",
+            "rope_scaling is {'rope_type': 'linear'}, which is missing 'factor'",
         ),
-        ({"model_type": "llama", "rope_scaling": "linear"}, "does not describe a model that mtjax can read"),
+        ({"model_type": "llama", "rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
         ({"model_type": "llama"}, "contains no tensor of Hugging Face's llama, but 40 others, such as "),
     ],
 )

@@ -191,25 +191,65 @@ COVERING = (
 """Types that together have the parts of config.json of all."""
 
 
+WRONG = (-7, "x", [], [1], {"a": 1}, None, True)
+
+
 def _unnamed(kind: str) -> Iterator[str]:
-    """Yields what is said of -7 without the key that has it."""
+    """Yields what is said of values of the wrong kind without the key that has it."""
     family = MODEL_TYPES[kind]
-    for key in sorted({*family.keys, *(each.theirs for each in family.fields)}):
-        config = {**NEEDED.get(kind, {}), key: -7}
-        try:
-            with family.naming_keys(config), understood("config.json"):
-                settings = family.model_settings(config, frozenset({"lm_head.weight"}), "config.json")
-                config_of(settings, "config.json")
-        except UserError as e:
-            if not re.search(rf"\b{key}\b", str(e)) and "wrong type" not in str(e):
-                yield str(e)
+    for key in sorted({*family.keys, *(each.theirs for each in family.fields), "rope_scaling"}):
+        for value in WRONG if key != "head_dim" else WRONG[:-2]:  # null: what the sizes give
+            config = {**NEEDED.get(kind, {}), key: value}
+            try:
+                with family.naming_keys(config):
+                    with understood("config.json"):
+                        settings = family.model_settings(config, frozenset({"lm_head.weight"}), "config.json")
+                    config_of(settings, "config.json")
+            except UserError as e:
+                if not re.search(rf"\b{key}\b", str(e)):
+                    yield f"{key} {value!r}: {e}"
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in COVERING else pytest.mark.long) for kind in MODEL_TYPES]
 )
-def test_a_number_that_is_refused_is_named_by_its_key(kind: str) -> None:
+def test_a_value_that_is_refused_is_named_by_its_key(kind: str) -> None:
     assert list(_unnamed(kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("llama", {"rope_scaling": -7}, "rope_scaling is -7, but must be an object"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            "rope_scaling.factor is '2', but must be a",
+        ),
+        ("llama", {"hidden_size": "64"}, "hidden_size is '64', but must be an integer"),
+        ("llama", {"hidden_size": 64.5}, "hidden_size is 64.5, but must be an integer"),
+        ("llama", {"rms_norm_eps": [1e-6]}, "rms_norm_eps is [1e-06], but must be a number"),
+        ("llama", {"attention_bias": "false"}, "attention_bias is 'false', but must be true or false"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], but must be a string"),
+        ("qwen3", {"layer_types": "x"}, "layer_types is 'x', but must be a list of strings"),
+        (
+            "qwen2_moe",
+            {"mlp_only_layers": {"a": 1}},
+            "mlp_only_layers is {'a': 1}, but must be a list of integers",
+        ),
+        ("mpt", {"attn_config": {"alibi": "no"}}, "attn_config.alibi is 'no', but must be true or false"),
+        ("bert", {"hidden_size": "64"}, "hidden_size is '64', but must be an integer"),
+        ("gpt2", {"num_attention_heads": "5"}, "num_attention_heads is '5', but must be an integer"),
+        ("nemotron_h", {"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern is ['M'], but must be a string"),
+        ("minicpm3", {"hidden_size": None}, "hidden_size is None, which a minicpm3 can't have"),
+        ("phi3", {"rope_scaling": {"a": 1}}, "rope_scaling has a, which mtjax does not support"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_as_it_was_typed(kind: str, config: dict, said: str) -> None:
+    """Words would count as true, and empty objects as false."""
+    with pytest.raises(UserError) as refused, understood("config.json"):
+        MODEL_TYPES[kind].model_settings({**NEEDED.get(kind, {}), **config}, frozenset(), "config.json")
+    assert str(refused.value).startswith("config.json") and said in str(refused.value)
 
 
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})

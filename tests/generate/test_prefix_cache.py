@@ -10,7 +10,7 @@ import pytest
 from mtjax.generate.prefix_cache import PrefixCache
 from mtjax.generate.request import Request
 from mtjax.models.recurrent_state import RecurrentState
-from tests.models.test_hybrid import SIZES
+from tests.families.hybrid.test_model import SIZES
 from tests.tiny import tiny_config
 
 CHUNK = 4

@@ -16,7 +16,7 @@ from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.plan.inference import decoding_memory
 from mtjax.sharding.axes import use_rules
-from tests.models.test_hybrid import QWEN3_NEXT, SHARED, SIZES
+from tests.families.hybrid.test_model import QWEN3_NEXT, SHARED, SIZES
 from tests.tiny import VOCAB, mesh_of, tiny_config
 
 CHUNK = 16

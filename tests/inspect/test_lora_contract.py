@@ -88,9 +88,17 @@ def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"mesh": "2x2", "sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mesh": "2x2", "sequence_parallel": True},
+        LATENTS | {"mesh": "2x2", "sequence_parallel": True, "num_layers": 1, "global_batch_size": 4},
+    ],
+    ids=["whole", "split", "split, latent attention"],
+)
 def test_only_adapters_travel_on_cpus(settings: dict[str, Any]) -> None:
-    check(inspect(tiny(**LORA, num_layers=2, **settings), find_target("cpu")))
+    check(inspect(tiny(**LORA | {"num_layers": 2} | settings), find_target("cpu")))
 
 
 @pytest.mark.long

@@ -57,6 +57,18 @@ def test_stacks_that_zero_gathers_once_are_laid_out_as_they_are_read() -> None:
 
 
 @needs_aot
+def test_stacks_of_which_zero_3_gathers_a_layer_at_a_time_are_read_as_they_are() -> None:
+    """An MLP's second matrix is split along an inner dimension, and a gather sends the outermost: of one layer."""
+    run = tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3)
+    size = LAYERS * 64 * 4 * 64 // 8
+    found = executed(inspect(run, find_target("h100x8")))
+    ordered = [i.op_name for i in found for a in i.arrays if a.elements == size and "transpose" in i.name]
+    # Stacks of gradients are transposed behind the loop.
+    assert [name for name in ordered if "/transpose(jvp(layers))" not in name] == []
+    assert ordered
+
+
+@needs_aot
 def test_the_gradient_of_the_embedding_does_not_wait_from_the_beginning() -> None:
     run = tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3)
     found = filled(inspect(run, find_target("h100x8")))

@@ -166,6 +166,17 @@ def test_sums_of_gradients_in_loops_and_once_a_step_are_counted_together(order):
     assert "sends 384 elements per step instead of 640" in found
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_sums_counted_together_one_may_be_in_another_phase(order):
+    """Of adapters in the recompute, beside gradients of matrices that several ranks hold alike."""
+    line = partial(Expectation, "layer backward", "all-reduce", MODEL, "6", pooled=True)
+    again = Requirement(line("64", also="layer recompute"), 6, 64, "bf16")
+    asked = [again, Requirement(line("128"), 6, 128, "bf16")][::order]
+    found = (("layer recompute", 64), ("layer backward", 128))
+    program = [collective(phase, count=6, arrays=((elements,),)) for phase, elements in found]
+    assert check(program, asked, Landmarks(), is_gpu=True).violations == ()
+
+
 def test_numbers_are_counted_apart_from_wide_arrays_of_another_type():
     """Largest values for scales in 8 bits, of the compute dtype, beside sums of norms' gradients in float32."""
     line = partial(Expectation, "layer backward", "all-reduce", MODEL, pooled=True)

@@ -13,7 +13,7 @@ from mtjax.errors import UserError
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
-from tests.models.test_hybrid import SHARED, hybrid_config
+from tests.families.hybrid.test_model import SHARED, hybrid_config
 from tests.parity.compare import relative
 from tests.tiny import batch_of, mesh_of
 

@@ -35,14 +35,14 @@ TOLERANCE = 1e-5
 LESS_COMPILING = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def network_of(case: Case) -> Any:
+def network_of(case: Case, noise: float = 0.2) -> Any:
     """transformers' network with random weights, norms, biases and buffers of routers."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     torch.manual_seed(0)
     network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))

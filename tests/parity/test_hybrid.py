@@ -10,7 +10,7 @@ from mtjax.config import Config
 from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
-from tests.models.test_hybrid import EXPERTS, FACTORS, QWEN3_NEXT, SHARED, hybrid_config
+from tests.families.hybrid.test_model import EXPERTS, FACTORS, QWEN3_NEXT, SHARED, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
 from tests.parity.trees import nested
 

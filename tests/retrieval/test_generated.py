@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config.retro import num_chunks
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
+from mtjax.families.retro.config import num_chunks
 from mtjax.generate.completion import Completion
 from mtjax.generate.neighbours import NeighbourWriter, Reading
 from mtjax.generate.request import Sampling

@@ -20,6 +20,7 @@ from mtjax.runtime.xla_options import (
     CPU,
     DETERMINISTIC,
     EARLY,
+    MEMORY,
     OVERLAP,
     PIPELINED_ALL_REDUCE,
     PREFETCH,
@@ -90,19 +91,19 @@ def test_a_step_is_compiled_with_them_in_a_run_and_for_inspection():
 def test_gpu_programs_get_the_table_for_their_layout_unless_it_is_turned_off():
     mesh, line = (find_target("h100x4").mesh(parse_mesh(text)) for text in ("2x4", "1x8"))
     split = tiny(sequence_parallel=True, num_layers=4)  # fewer are not prefetched
-    assert choose(tiny(), line) == Chosen(values(OVERLAP))
-    assert choose(split, line) == Chosen(values(OVERLAP, PIPELINED_ALL_REDUCE))
-    everything = values(OVERLAP, PIPELINED_ALL_REDUCE, CONCURRENT)
+    assert choose(tiny(), line) == Chosen(values(MEMORY, OVERLAP))
+    assert choose(split, line) == Chosen(values(MEMORY, OVERLAP, PIPELINED_ALL_REDUCE))
+    everything = values(MEMORY, OVERLAP, PIPELINED_ALL_REDUCE, CONCURRENT)
     assert choose(tiny(), mesh) == choose(split, mesh) == Chosen(everything)
-    ahead = Chosen(values(OVERLAP, CONCURRENT, PREFETCH))
+    ahead = Chosen(values(MEMORY, OVERLAP, CONCURRENT, PREFETCH))
     assert choose(replace(split, zero=3), mesh) == ahead
     assert choose(replace(split, microbatch_size=None), mesh).options == ahead.options | values(EARLY)
-    assert choose(replace(split, overlap=False), mesh) == Chosen({})
+    assert choose(replace(split, overlap=False), mesh) == Chosen(values(MEMORY))
     assert accepted(STRANGE, mesh.devices.flat[0]) == Chosen({}, names(STRANGE))
     assert traced(Chosen({"a": 1}), mesh.devices.flat[0]) == Chosen({"a": 1, **values(TRACED)})
     stages = find_target("h100x8").mesh(parse_mesh("2x2x2"))
-    assert choose(tiny(mesh="2x2x2", zero=3), stages) == Chosen(values(OVERLAP, STAGES))
-    assert choose(tiny(mesh="2x2x2", family="t5", overlap=False), stages) == Chosen(values(SECTIONS))
+    assert choose(tiny(mesh="2x2x2", zero=3), stages) == Chosen(values(MEMORY, OVERLAP, STAGES))
+    assert choose(tiny(mesh="2x2x2", family="t5", overlap=False), stages) == Chosen(values(MEMORY, SECTIONS))
 
 
 def test_a_deterministic_run_asks_for_one_of_two_tables_in_full(monkeypatch):

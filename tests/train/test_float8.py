@@ -23,13 +23,13 @@ from mtjax.config import replace, to_dict
 from mtjax.config.checks import validate
 from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
-from mtjax.families.gpt.distilled import HARD, SOFT
 from mtjax.layout.float8 import float8_note, float8_problems
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.teacher import HARD, SOFT
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product, quantized

@@ -115,7 +115,16 @@ def _settings(parts: tuple[ConfigKeys, ...], defaults: Json, config: Json) -> di
         count = values.get(key, 1)
         if not (isinstance(count, int) and 1 <= count <= LAYERS):
             raise UserError(f"{key} is {count!r}, and must be between 1 and {LAYERS}")
-    for key in ("hidden_size", "n_embd", "d_model", "num_attention_heads", "num_heads", "n_head", "n_heads"):
+    for key in (
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "num_attention_heads",
+        "num_heads",
+        "n_head",
+        "n_heads",
+        "head_dim",
+    ):
         # Other sizes and factors are computed from these.
         if isinstance(values.get(key), int) and values[key] < 1:
             raise UserError(f"{key} is {values[key]!r}, and must be at least 1")

@@ -12,6 +12,7 @@ from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
 from mtjax.convert import compressed
 from mtjax.convert.fp8 import BLOCK
 from mtjax.convert.model_types.foreign import foreign
+from mtjax.convert.model_types.value_kinds import MISREAD, culprit, of_another_kind
 from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -109,19 +110,30 @@ class ModelType:
         Raises:
           UserError: values are not supported (lists all of them).
         """
-        config, wrong = self.renamed(config)
+        known = {*self.keys, *self.only, *(each.theirs for each in self.fields)}
+        wrong = of_another_kind(config, known if self.keys else (), self.aliases)
+        config, contradictions = self.renamed(config)
+        named = {said.split(" is ")[0] for said in wrong}
+        wrong += contradictions
         wrong += [
             f"{key} is {config[key]!r}, but must be {' or '.join(map(repr, values))}"
             for key, values in self.only.items()
-            if key in config and config[key] not in values
+            if key in config and config[key] not in values and key not in named
         ]
         wrong += quantized(config, self.packed)
-        wrong += foreign(config, {*self.keys, *self.only, *(each.theirs for each in self.fields)})
+        wrong += foreign(config, known)
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
         simple = {each.ours: config.get(each.theirs, each.default) for each in self.fields}
+        read = lambda config: self.read(config, names)  # noqa: E731
         with naming(source):
-            return simple | self.read(config, names)
+            try:
+                return simple | read(config)
+            except MISREAD as e:
+                if (key := culprit(config, read, e)) is None:
+                    raise
+                why = f"which is missing {e}" if isinstance(e, KeyError) else f"which a {self.model_type} can't have"
+                raise UserError(f"{key} is {config[key]!r}, {why}") from None
 
     @contextmanager
     def naming_keys(self, config: Json) -> Iterator[None]:
@@ -134,7 +146,7 @@ class ModelType:
         named = {**{each.ours: each.theirs for each in self.fields}, **self.named}
         read = {ours: _one_in(config, theirs) for ours, theirs in named.items()}
         keys = {**typed, **{ours: typed.get(theirs, theirs) for ours, theirs in read.items()}}
-        keys = {ours: theirs for ours, theirs in keys.items() if ours != theirs}
+        keys = {ours: theirs for ours, theirs in keys.items() if theirs != ours not in config}
 
         def both(found: re.Match[str]) -> str:
             # Each once.

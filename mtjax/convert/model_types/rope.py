@@ -80,9 +80,14 @@ def rope(*more: str, fraction: str = "", theta: str = THETA) -> ConfigKeys:
     return ConfigKeys((*KEYS, theta, fraction or FRACTION), read, write, named)
 
 
+def rope_key(values: Json) -> str:
+    """Returns the key of the object of RoPE: a `rope_scaling` that is not null wins, as in transformers 5."""
+    return "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+
+
 def rope_object(values: Json) -> dict[str, Any]:
-    """Returns the object of RoPE; a `rope_scaling` that is not null wins, as in transformers 5."""
-    return dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    """Returns the object of RoPE."""
+    return dict(values.get(rope_key(values)) or {})
 
 
 def read_rope(values: Json, rope: Json, theta: float, known: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -103,9 +108,7 @@ def read_rope(values: Json, rope: Json, theta: float, known: tuple[str, ...] = (
         kinds = ", ".join(name for name in REQUIRED if name != "none")
         raise UserError(f"rope_type is {kind!r}, but must be one of default, {kinds}")
     if unknown := [key for key in rope if key not in KNOWN and key not in known and rope[key] is not None]:
-        raise UserError(
-            f"RoPE (rope_parameters or rope_scaling) has {', '.join(unknown)}, which mtjax does not support"
-        )
+        raise UserError(f"{rope_key(values)} has {', '.join(unknown)}, which mtjax does not support")
     found: dict[str, Any] = {"rope_theta": float(rope.get(THETA, theta)), "rope_scaling": kind}
     return found | _read_scaling(values, rope, kind)
 

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Int
 
 from mtjax.config import Model
-from mtjax.config.retro import neighbour_length
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
+from mtjax.families.retro.config import neighbour_length
 
 
 def ends_in_front(prompt: int, chunk: int) -> int:

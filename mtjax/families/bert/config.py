@@ -3,15 +3,19 @@
 from mtjax.config.families import Family
 from mtjax.families.gpt.config import GPT
 
+REFUSED_ELSEWHERE = frozenset({"head_bias", "pooler_activation"})
+
 BERT = Family(
     kind="encoder",
     defaults=GPT.defaults,
     choices={"position": ("learned", "rope"), "norm_placement": ("pre", "post")},
     own=frozenset(
         {
-            *("num_token_types", "sentence_order", "pooler_activation", "head_bias"),
+            *REFUSED_ELSEWHERE,
+            *("num_token_types", "sentence_order"),
             *("embedding_norm", "first_attention_norm"),
             *("attention_window", "window_layers", "rope_layers", "rope_local_theta"),
         }
     ),
+    refused_elsewhere=REFUSED_ELSEWHERE,
 )

@@ -1,8 +1,46 @@
 """GPT-2 (arXiv 1909.08053, section 3), a decoder with learned positions, layer norm and biases; and Llama."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from mtjax.config.families import DECODER, EXPERTS, Family, check_parallel_residual
+from mtjax.config.families import EXPERTS, LATENT, Family
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
+
+DECODER = frozenset(
+    {
+        *("embedding_scale", "embedding_size", "embedding_norm"),
+        *("first_attention_norm", "parallel_residual", "residual_scale"),
+        *("output_scale", "output_softcap", "output_bias"),
+        *("mtp_num_layers", "mtp_loss_scaling_factor"),
+        *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
+        *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
+        *("rope_short_factors", "rope_long_factors", "rope_truncate"),
+        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks"),
+        *LATENT,
+    }
+)
+"""Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
+but the default."""
+
+
+def check_parallel_residual(model: "Model") -> None:
+    """Checks that parallel_residual is combined with input norms and dense MLPs only.
+
+    Raises:
+      UserError: it is combined with others.
+    """
+    if model.parallel_residual == "no":
+        return
+    for name, default in (("norm_placement", "pre"), ("num_experts", 0)):
+        if (value := getattr(model, name)) != default:
+            raise UserError(
+                f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "
+                f"remove {name} or parallel_residual"
+            )
+
 
 GPT = Family(
     kind="decoder",
@@ -22,6 +60,7 @@ GPT = Family(
         "head": ("language", "classification", "regression", "choices"),
     },
     own=DECODER | EXPERTS,
+    refused_elsewhere=DECODER,
     check=check_parallel_residual,
 )
 

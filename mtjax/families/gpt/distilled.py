@@ -7,16 +7,12 @@ from jax import Array
 
 from mtjax.families.gpt.model import GPT
 from mtjax.models.pipeline_model import TrunkPipeline
+from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Microbatch
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions
 
 Tree = Any
-TEACHER, TEACHER_TABLE = "teacher", "teacher_table"
-"""Arrays that a teacher adds to a batch: its final hidden states and its output table; in finetuning, its outputs
-alone."""
-HARD, SOFT = "hard_loss", "soft_loss"
-"""Losses of distillation: cross-entropy with the labels, and with the teacher's probabilities."""
 
 
 class DistilledGPT(GPT):

@@ -6,7 +6,18 @@ from typing import Any
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.parts.embedding import Lookup
 from mtjax.analysis.parts.part import Norms, Part
-from mtjax.analysis.parts.retro import (
+from mtjax.config import Model
+from mtjax.config.layer_pattern import runs_of
+from mtjax.config.sizes import attention_biases, head_dim, norm_vectors
+from mtjax.families.gpt.costs import decoder, mlp, self_attention
+from mtjax.families.retro.config import (
+    first_retro_layer,
+    later_retro_layers,
+    letters_of_retro,
+    neighbour_length,
+    neighbour_tokens,
+)
+from mtjax.families.retro.cost_parts import (
     Asking,
     Chunked,
     FirstNorm,
@@ -15,17 +26,6 @@ from mtjax.analysis.parts.retro import (
     NeighbourPositions,
     Unread,
 )
-from mtjax.config import Model
-from mtjax.config.layer_pattern import runs_of
-from mtjax.config.retro import (
-    first_retro_layer,
-    later_retro_layers,
-    letters_of_retro,
-    neighbour_length,
-    neighbour_tokens,
-)
-from mtjax.config.sizes import attention_biases, head_dim, norm_vectors
-from mtjax.families.gpt.costs import decoder, mlp, self_attention
 from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, LayerStack, stacks_of
 
 

@@ -40,5 +40,6 @@ T5 = Family(
     },
     choices={"position": ("relative", "learned"), "norm_placement": ("pre",), "head": ("language",)},
     own=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers", "output_scale"}),
+    refused_elsewhere=frozenset({"relative_bias_layers"}),
     check=check,
 )

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.models.kernels.ssd import HIGHEST, in_chunks, joined, whole_chunks
+from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.no_hoist import where
 
@@ -168,7 +168,7 @@ class _Chunk(NamedTuple):
         triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
         until = jnp.einsum("qk,cbkuh->cbuhq", triangle, decay, precision=HIGHEST)
         sees = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
-        from_start, to_end, total = jnp.exp(until), jnp.exp(until[..., -1:] - until), jnp.exp(until[..., -1])
+        from_start, to_end, total = jnp.exp(until), jnp.exp(to_last(until)), jnp.exp(until[..., -1])
         if segments is not None:
             assert before is not None
             last = segments[:, :, -1]
@@ -177,7 +177,7 @@ class _Chunk(NamedTuple):
             from_start = jnp.where((segments == earlier[..., None])[:, :, None, None], from_start, 0)
             to_end = jnp.where((segments == last[..., None])[:, :, None, None], to_end, 0)
             total = jnp.where((last == earlier)[..., None, None], total, 0)
-        fades = jnp.exp(where(sees, until[..., :, None] - until[..., None, :], -jnp.inf))
+        fades = jnp.exp(where(sees, between(until), -jnp.inf))
         alike, scores = (_wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
         rates = jnp.moveaxis(beta, 2, -1)
         earlier_tokens = np.tril(np.ones((size, size), bool), -1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
@@ -194,7 +195,7 @@ class _Chunks(NamedTuple):
     @property
     def states(self) -> Float[Array, "b c u h p n"]:
         """What the tokens of each chunk leave in the state."""
-        left = jnp.exp(self.total[:, :, None] - self.decay) * self.rate
+        left = jnp.exp(jnp.moveaxis(to_last(jnp.moveaxis(self.decay, 2, -1)), -1, 2)) * self.rate
         if self.segments is not None:
             left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)
         return _wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
@@ -206,7 +207,7 @@ class _Chunks(NamedTuple):
         if self.segments is not None:
             sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
         decay, rate = (jnp.moveaxis(v, 2, -1) for v in (self.decay, self.rate))
-        fades = jnp.exp(where(sees, decay[..., :, None] - decay[..., None, :], -jnp.inf))
+        fades = jnp.exp(where(sees, between(decay), -jnp.inf))
         scores = _wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
         weights = (scores[:, :, :, None] * fades * rate[..., None, :]).astype(self.x.dtype)
         return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
@@ -219,6 +220,22 @@ class _Chunks(NamedTuple):
             fades = jnp.where((self.segments == self.before[..., None])[..., None, None], fades, 0)
         read = jnp.einsum("bcqun,bcuhpn->bcquhp", self.c, states.astype(self.x.dtype))
         return read * fades[..., None]
+
+
+def between(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q q"]:
+    """Computes the decay from each token (last) to each other, 0 from a token to itself.
+
+    XLA: a difference of two equal numbers has gradients that cancel, and leaves rounding of what tokens read of
+    themselves. With strong decays that is far more than the gradients of what they read of others.
+    """
+    size = decay.shape[-1]
+    others = jnp.asarray(~np.eye(size, dtype=bool)).reshape((1,) * (decay.ndim - 1) + (size, size))
+    return where(others, decay[..., :, None] - decay[..., None, :], 0.0)
+
+
+def to_last(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q"]:
+    """Computes the decay from each token to the last, 0 from the last to itself; see `between`."""
+    return jnp.pad(decay[..., -1:] - decay[..., :-1], [(0, 0)] * (decay.ndim - 1) + [(0, 1)])
 
 
 def _wide_einsum(subscripts: str, *arrays: Array) -> Array:

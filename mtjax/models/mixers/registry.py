@@ -22,7 +22,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
-    # Of Retro (`mtjax.models.retro_stacks`).
+    # Of Retro (`mtjax.families.retro.stacks`).
     "retro": ("attention", "chunked", "mlp"),
     "retro after its encoder": ("chunked", "mlp"),
 }

@@ -10,4 +10,10 @@ def check(model: Model) -> None:
         raise UserError("a dummy has at most 4 layers")
 
 
-DUMMY = Family("decoder", {"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
+DUMMY = Family(
+    kind="decoder",
+    defaults={"norm": "rmsnorm"},
+    choices={"position": ("learned",)},
+    own=frozenset({"rope_theta"}),
+    check=check,
+)

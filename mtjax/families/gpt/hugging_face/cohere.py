@@ -62,7 +62,7 @@ COHERE2 = decoder(
     SIZES_OF_BOTH | {"sliding_window": 4096, PATTERN: 4},
     *PARTS,
     windows(every(PATTERN), PATTERN),
-    ConfigKeys((), _read_rotated, lambda model: {}),
+    ConfigKeys((), _read_rotated, lambda model: {}, {"rope_layers": (PATTERN, "sliding_window", "layer_types")}),
     unused("head_dim"),  # always hidden_size / num_attention_heads
     names=ModuleNames(interleaved=True),
     classifies=False,

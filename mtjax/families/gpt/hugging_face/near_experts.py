@@ -48,7 +48,7 @@ from mtjax.families.gpt.hugging_face.experts import (
 )
 from mtjax.families.gpt.hugging_face.llama import read_alpha
 from mtjax.families.gpt.hugging_face.neox import rotated_share
-from mtjax.families.gpt.hugging_face.olmo import ON_OUTPUTS, WIDTH_NORM, WINDOW_PART, read_rotated
+from mtjax.families.gpt.hugging_face.olmo import ON_OUTPUTS, ROTATED, WIDTH_NORM, WINDOW_PART
 
 FRACTION = "partial_rotary_factor"
 PARTIAL = rope(fraction=FRACTION)
@@ -181,7 +181,7 @@ EXAONE_MOE = decoder(
     | {"moe_intermediate_size": 1024, "num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True}
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, NO_BIASES, always(qk_norm=True), WINDOW_PART),
-    ConfigKeys((), read_rotated, lambda model: {}),
+    ROTATED,
     counted("num_experts", default=64),
     *(shared_experts("num_shared_experts"), groups(), SIGMOID, AFTER_FIRST, NORMALIZED, MLP_KINDS),
     rows=ExpertNames(selection_bias="e_score_correction_bias").rows,
@@ -262,7 +262,7 @@ FLINT = decoder(
     always(qk_norm=True, attention_sinks=True, router_score="sigmoid"),
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     windows(_is_local),
-    ConfigKeys((), _read_local_rope, lambda model: {}),
+    ConfigKeys((), _read_local_rope, lambda model: {}, {"rope_layers": ("sliding_window", "layer_types")}),
     names=ModuleNames(sinks="softmax_offset"),
     rows=QWEN_ROWS,
     classifies=False,

@@ -73,7 +73,7 @@ def _has_window(values: Json, layer: int) -> bool:
     return bool(pattern) and (layer + 1) % pattern != 0
 
 
-def read_rotated(values: Json) -> Settings:
+def _read_rotated(values: Json) -> Settings:
     """Reads which layers have RoPE: with a window anywhere, only those with a window."""
     if values["sliding_window"] is None:
         return {"rope_layers": "R"}
@@ -86,6 +86,7 @@ def _write_pattern(model: Model) -> Json:
 
 
 WINDOW_PART = windows(_has_window, PATTERN, write=_write_pattern)
+ROTATED = ConfigKeys((), _read_rotated, lambda model: {}, {"rope_layers": (PATTERN, "sliding_window", "layer_types")})
 EXAONE4 = decoder(
     "exaone4",
     "Exaone4",
@@ -95,6 +96,6 @@ EXAONE4 = decoder(
     NO_BIASES,
     always(qk_norm=True, norm_placement="output"),
     WINDOW_PART,
-    ConfigKeys((), read_rotated, lambda model: {}),
+    ROTATED,
     names=ON_OUTPUTS,
 )

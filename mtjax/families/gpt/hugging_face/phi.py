@@ -5,7 +5,7 @@ from mtjax.convert.model_types.decoder import LIKE_LLAMA, NO_BIASES, ROTARY, SIZ
 from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import ConfigKeys, Settings, activation, always, biases, fields, given, window
-from mtjax.convert.model_types.rope import ORIGINAL, rope, rope_object
+from mtjax.convert.model_types.rope import ORIGINAL, rope, rope_key, rope_object
 
 FRACTION = rope(fraction="partial_rotary_factor")
 
@@ -15,7 +15,7 @@ def _read_rope(values: Json) -> Settings:
     given = rope_object(values)
     kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind in ("su", "yarn") else kind
-    return FRACTION.read({**values, "rope_scaling": given | {"rope_type": kind}})
+    return FRACTION.read({**values, rope_key(values): given | {"rope_type": kind}})
 
 
 def _write_rope(model: Model) -> Json:

@@ -1,7 +1,8 @@
 """Types of transformers that are hybrid models."""
 
 from mtjax.families.hybrid.hugging_face.falcon_h1 import FALCON_H1
-from mtjax.families.hybrid.hugging_face.hybrid import BAMBA, GRANITEMOEHYBRID, MAMBA2, NEMOTRON_H
+from mtjax.families.hybrid.hugging_face.hybrid import BAMBA, GRANITEMOEHYBRID, MAMBA2
+from mtjax.families.hybrid.hugging_face.nemotron_h import NEMOTRON_H
 from mtjax.families.hybrid.hugging_face.qwen3_next import QWEN3_NEXT
 from mtjax.families.hybrid.hugging_face.zamba2 import ZAMBA2
 

@@ -181,7 +181,10 @@ ZAMBA2 = decoder(
     always(bias=False),
     activation(),
     ConfigKeys(
-        ("layers_block_type", "num_mem_blocks", "num_hidden_layers", "hybrid_layer_ids"), _read_pattern, _write_pattern
+        ("layers_block_type", "num_mem_blocks", "num_hidden_layers", "hybrid_layer_ids"),
+        _read_pattern,
+        _write_pattern,
+        {"layer_pattern": "layers_block_type"},
     ),
     ConfigKeys(
         ("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space, {"ssm_heads": "n_mamba_heads"}

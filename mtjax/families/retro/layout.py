@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mtjax.config import Model
-from mtjax.config.retro import neighbour_length
+from mtjax.families.retro.config import neighbour_length
 from mtjax.layout.plan import Plan
 
 
