@@ -192,18 +192,18 @@ def run(options: Options) -> None:
 def _with_or_without_encoder(source: "WeightSource", options: Options) -> "WeightSource":
     """Returns the weights of a Retro as a GPT's, those of a GPT as a Retro's, or as they are."""
     if options.without_encoder:
-        from mtjax.convert.retro_decoder import DecoderSource
+        from mtjax.families.retro.to_gpt import DecoderSource
 
         return DecoderSource(source)
     if options.with_encoder is not None:
-        from mtjax.convert.retro_from_gpt import RetroSource
+        from mtjax.families.retro.from_gpt import RetroSource
 
         return RetroSource(source, options.with_encoder)
     return source
 
 
 def _print_notes(source: "WeightSource", to_kind: str, options: Options) -> None:
-    from mtjax.convert.megatron_retro_arguments import retro_note
+    from mtjax.families.retro.megatron_arguments import retro_note
 
     for note in source.origin.notes:
         print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)

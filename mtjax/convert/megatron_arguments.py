@@ -7,7 +7,8 @@ from mtjax.config import Model
 from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, embedding_width, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
-from mtjax.convert.megatron_hybrid import (
+from mtjax.errors import UserError
+from mtjax.families.hybrid.megatron_arguments import (
     ALLOWED,
     hybrid_arguments,
     hybrid_misfits,
@@ -15,8 +16,7 @@ from mtjax.convert.megatron_hybrid import (
     letters_in,
     unread_hybrid,
 )
-from mtjax.convert.megatron_retro_arguments import is_retro, retro_arguments, retro_settings
-from mtjax.errors import UserError
+from mtjax.families.retro.megatron_arguments import is_retro, retro_arguments, retro_settings
 from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
-from mtjax.convert.megatron_delta import delta_rows, gated_attention_rows
-from mtjax.convert.megatron_hybrid import letters_in
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
 from mtjax.families.hybrid.hugging_face.hybrid_rows import mamba_rows, own_stacks
+from mtjax.families.hybrid.megatron_arguments import letters_in
+from mtjax.families.hybrid.megatron_rows import delta_rows, gated_attention_rows
 from mtjax.layout.stacks import DENSE
 
 LAYERS = "stack.layers"
@@ -188,7 +188,7 @@ def table_of(
       UserError: the version is unknown, or does not support grouped-query attention.
     """
     if model.family == "retro":
-        from mtjax.convert.megatron_retro import retro_table
+        from mtjax.families.retro.megatron import retro_table
 
         return retro_table(model, names, version)
     found = table(version, names, model.num_heads // num_kv_heads(model), is_grouped)

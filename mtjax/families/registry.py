@@ -9,7 +9,7 @@ from typing import Any
 @dataclass(frozen=True)
 class FamilyParts:
     """The parts of a family, as `module:name`. Each is imported when it is first used, so that plans and `--help` need
-    no jax, and a run imports no other family."""
+    no jax, and a run imports no network that it does not use."""
 
     config: str
     """The defaults and checks of its settings: a `config.families.Family`."""

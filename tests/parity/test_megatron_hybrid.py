@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtjax.commands.convert import main
-from mtjax.convert.megatron_hybrid import pattern_of
+from mtjax.families.hybrid.megatron_arguments import pattern_of
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mtjax.config import Config
-from mtjax.convert.megatron_retro import retro_table
 from mtjax.convert.megatron_tables import LOCAL
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
+from mtjax.families.retro.megatron import retro_table
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import make_train_step

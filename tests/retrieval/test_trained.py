@@ -22,7 +22,6 @@ from mtjax.commands.generate import main as generate
 from mtjax.commands.train import main as train
 from mtjax.config import Config, Parallel, replace
 from mtjax.config.model_identity import differences
-from mtjax.convert.megatron_retro_arguments import retro_settings
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.data.datasets import open_dataset
 from mtjax.data.neighbours.samples import documents_of
@@ -30,6 +29,7 @@ from mtjax.data.samples.split import Split
 from mtjax.data.split_opener import SplitOpener
 from mtjax.errors import UserError
 from mtjax.evaluate.neighbours import NeighbourText
+from mtjax.families.retro.megatron_arguments import retro_settings
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.retrieval.retriever import Retriever
 from mtjax.runtime.checkpoints.past import newest_past

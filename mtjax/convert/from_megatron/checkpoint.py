@@ -7,9 +7,9 @@ from typing import Any
 from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.megatron_files import MegatronCheckpoint
 from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
-from mtjax.convert.megatron_hybrid import letters_in
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
+from mtjax.families.hybrid.megatron_arguments import letters_in
 from mtjax.migrate.megatron import SAVED_AS, TABLE
 from mtjax.migrate.model_arguments import LATENT
 

@@ -7,9 +7,9 @@ from mtjax.config.layer_pattern import expanded
 from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
-from mtjax.convert.megatron_hybrid import ALLOWED, DELTA_NETS, DELTA_SIZES, VARIANTS, is_hybrid, pattern_of
 from mtjax.convert.megatron_stages import uneven_arguments
 from mtjax.errors import UserError
+from mtjax.families.hybrid.megatron_arguments import ALLOWED, DELTA_NETS, DELTA_SIZES, VARIANTS, is_hybrid, pattern_of
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
 from mtjax.migrate.model_arguments import LATENT
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.convert.parameters import Parameter, parameters_of
-from mtjax.convert.retro_decoder import of_decoder
 from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.families.retro.config import RETRO as RETRO_SETTINGS
 from mtjax.families.retro.config import is_added
+from mtjax.families.retro.to_gpt import of_decoder
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
 from mtjax.models.named_parameters import draw_named

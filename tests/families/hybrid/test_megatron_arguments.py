@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mtjax.config import Model
-from mtjax.convert.megatron_hybrid import hybrid_misfits, unread_hybrid
+from mtjax.families.hybrid.megatron_arguments import hybrid_misfits, unread_hybrid
 
 DELTA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu"}
 MAMBA = {"mamba_num_heads": 32, "mamba_head_dim": 128, "mamba_num_groups": 16}
