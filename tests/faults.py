@@ -1046,8 +1046,8 @@ FAULTS = (
     ),
     Fault(
         "train: the learning rate falls below its floor",
-        "return lambda k: floor + (peak - floor) * SHAPES",
-        "return lambda k: (peak - floor) * SHAPES",
+        "return lambda k: floor + (peak - floor) * DECAYS",
+        "return lambda k: (peak - floor) * DECAYS",
         "train",
         "test_the_default_is_the_papers",
     ),

@@ -178,9 +178,9 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
     if program.config.training.fp8 == "none":
         lowered["evaluate"] = program.evaluation.lower()
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
-    one_stage = not {"stage", "context", "expert"} & set(program.shape.axes)
+    one_stage = not {"stage", "context", "expert"} & set(program.mesh_shape.axes)
     if is_decoder(program.config.model) and one_stage and not program.config.model.lora_rank:
-        plain = without_training(program.config, Parallel(mesh=str(program.shape)), compute_dtype="float32")
+        plain = without_training(program.config, Parallel(mesh=str(program.mesh_shape)), compute_dtype="float32")
         lowered["decode"] = GenerationPrograms.abstract(ShardedModel(plain, mesh)).lower_decode(4, 16)
     hashes = {name: program_hash(one.compiler_ir("stablehlo")) for name, one in lowered.items()}
     return {"parameters": [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves], **hashes}

@@ -204,7 +204,7 @@ def _norm(known: Mapping[str, np.ndarray]) -> float:
 
 def features_of(program: TrainStep) -> dict[str, list[str]]:
     """Which features a program has, and what its mesh divides: the cells of the table that it is in."""
-    config, ways = program.config, vars(program.shape)
+    config, ways = program.config, vars(program.mesh_shape)
     return {
         "features": [name for name, is_in in FEATURES.items() if is_in(config)],
         "meshes": [name for name, is_in in MESHES.items() if is_in(config, ways)],

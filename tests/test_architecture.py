@@ -1,6 +1,7 @@
 """The arrows between packages, read from the source: who may import whom, also inside functions."""
 
 import ast
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -225,7 +226,7 @@ CORE = {
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt.model", "language_model", "sharded_model"),
     ),
-    "train": ("schedule", "optimizer", "nonfinite_steps", "step"),
+    "train": ("learning_rate", "optimizer", "nonfinite_steps", "step"),
 }
 """What the step of a dense decoder runs, in the order in which to read it."""
 LINES_OF_CORE = 5193
@@ -285,7 +286,7 @@ def test_plans_need_no_jax() -> None:
 PLACES = ("PartitionSpec", "P", "Mesh", "psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "all_to_all")
 PLACES += ("ppermute", "axis_index", "axis_size", "pcast", "shard_map", "NamedSharding", "AbstractMesh", "ways")
 AXIS_NAMES = {"data", "stage", "context", "expert", "model"}
-SHAPES = {"mesh", "shape"}
+SHAPES = {"mesh", "mesh_shape", "shape"}
 """What shapes of meshes are called: `step.mesh.data` names an axis as much as a string does."""
 
 
@@ -392,6 +393,36 @@ def test_public_things_are_documented() -> None:
         bare = [node for node in public_definitions(tree) if not ast.get_docstring(node)]
         bare = [node for node in bare if node.name not in SAID_BY_PART or not within(module_of(path), {"analysis"})]
         wrong += [f"{path}:{node.lineno} {node.name} has no docstring" for node in bare]
+    assert not wrong
+
+
+def test_functions_of_six_lines_are_documented_where_arrays_are_computed() -> None:
+    """Those of sharding and models, private and inner ones too: what a function computes is not seen from its name."""
+    wrong = [
+        f"{path}:{node.lineno} {node.name} has no docstring"
+        for path, tree in trees().items()
+        if module_of(path).partition(".")[0] in ("sharding", "models")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= 5
+        and not ast.get_docstring(node)
+    ]
+    assert not wrong
+
+
+def test_comments_on_the_compiler_have_one_form() -> None:
+    """`# XLA: ...` beside the statement, so that a search finds what to try again with another version."""
+    wrong = []
+    for path in FILES:
+        if module_of(path).partition(".")[0] in ("sharding", "models", "train", "runtime"):
+            with path.open("rb") as file:
+                comments = {
+                    t.start[0]: t.string for t in tokenize.tokenize(file.readline) if t.type == tokenize.COMMENT
+                }
+            blocks: list[str] = []
+            for line, text in comments.items():
+                blocks[-1:] = [f"{blocks[-1]} {text}"] if line - 1 in comments else [*blocks[-1:], text]
+            wrong += [f"{path}: {block}" for block in blocks if "XLA" in block and "XLA: " not in block]
     assert not wrong
 
 

@@ -15,7 +15,7 @@ from mtjax.runtime.checkpoints.checkpoint import lower_fingerprints
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.runtime.compile_cache import OFF, CompileCache
 from mtjax.runtime.processes.peers import Peers
-from mtjax.train.changes import scheduled
+from mtjax.train.changes import with_horizon
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import PRETRAINING, continues_text, resolve
 from mtjax.train.setup import find_devices, find_past, with_mesh
@@ -44,15 +44,15 @@ def compile_run(config: Config, folder: str | None) -> None:
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
         config = with_mesh(config, fastest_mesh)
-        shape, mesh, schedule = find_devices(config, peers)
+        mesh_shape, mesh, batch_schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
         weights = find_weights(config.training.init_from) if config.training.init_from else None
         out = config.output.out
         tokenizer = find_tokenizer(config, out, weights).tokenizer
         past = find_past(config.output, out) if out else None
         resolved = resolve(config, tokenizer, Path(), past)
-        program = make_train_step(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
-        for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
+        program = make_train_step(with_horizon(resolved, PRETRAINING.horizon(resolved, past)), mesh)
+        for name, lower in programs(program, tokenizer, batch_schedule.batch_sizes()):
             start = time.perf_counter()
             with waiting(f"compiling {name}"):
                 known = [_compile(part, cache) for part in lower()]
@@ -61,7 +61,7 @@ def compile_run(config: Config, folder: str | None) -> None:
         if cache.failures:
             raise UserError(cache.failures)
         kind, processes = mesh.devices.flat[0].device_kind, f"{peers.count} process{'es' if peers.count > 1 else ''}"
-        say(f"cached in {cache.folder} for jax {jax.__version__}, {shape.size} x {kind} in {processes}")
+        say(f"cached in {cache.folder} for jax {jax.__version__}, {mesh_shape.size} x {kind} in {processes}")
 
 
 def _compile(program: jax.stages.Lowered, cache: CompileCache) -> bool:

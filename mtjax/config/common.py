@@ -4,18 +4,18 @@ from collections.abc import Mapping
 
 _MODEL = (
     *("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size", "sequence_length", "vocab_size"),
-    *("norm", "position", "activation", "tie_embeddings", "hidden_dropout", "attention_dropout", "num_experts"),
+    *("hidden_dropout", "attention_dropout", "num_experts"),
 )
-_DATA = ("data", "valid_data", "tokenizer", "split")
-_PARALLELISM = ("mesh", "zero", "sequence_parallel", "pipeline_schedule", "chunks")
-_OUTPUT = ("out", "resume", "log_every", "valid_every", "checkpoint_every", "keep_last")
+_DATA = ("data", "valid_data", "tokenizer")
+_PARALLELISM = ("mesh", "zero", "sequence_parallel")
+_OUTPUT = ("out", "resume", "log_every", "valid_every", "checkpoint_every")
 
 COMMON: Mapping[str, tuple[str, ...]] = {
     "model": _MODEL,
     "data": _DATA,
     "batch and schedule": (
         *("steps", "global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "warmup_steps"),
-        *("decay_style", "weight_decay", "clip_grad_norm", "compute_dtype", "recompute", "seed", "init_from"),
+        *("decay_style", "weight_decay", "compute_dtype", "recompute", "seed", "init_from"),
     ),
     "parallelism": _PARALLELISM,
     "output": _OUTPUT,
@@ -36,12 +36,12 @@ COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
         "retro_frozen",
         "attention_dropout",
     ),
-    "data": _DATA,
+    "data": (*_DATA, "split"),
     "batch and schedule": (
         *("global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "decay_style"),
         *("weight_decay", "compute_dtype", "recompute", "seed"),
     ),
     "parallelism": _PARALLELISM,
-    "output": ("out", "resume", "log_every", "valid_every", "checkpoint_every"),
+    "output": _OUTPUT,
 }
 """Settings that `mtjax finetune --help` shows."""

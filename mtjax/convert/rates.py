@@ -9,7 +9,7 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import train_steps
 from mtjax.errors import UserError
-from mtjax.train.schedule import make_schedule
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.weight_decay import make_weight_decay
 
 _ROUNDED = 1e-4
@@ -27,7 +27,7 @@ def rates_at(run: Config, step: int, horizon: Horizon | None = None) -> tuple[fl
     steps = train_steps(run.training)
     horizon = horizon or horizon_of(run.optimizer, steps)
     decay = make_weight_decay(run.optimizer, horizon.steps)
-    rate = make_schedule(run.optimizer, horizon.decay_steps or steps)
+    rate = make_learning_rate(run.optimizer, horizon.decay_steps or steps)
     value = lambda schedule: float(np.asarray(schedule(step) if callable(schedule) else schedule))  # noqa: E731
     return value(rate), value(decay)
 

@@ -56,9 +56,9 @@ class Hints:
 NO_HINTS = Hints()
 
 
-def vocab_multiple_for(shape: MeshShape) -> int:
+def vocab_multiple_for(mesh_shape: MeshShape) -> int:
     """Returns a multiple to which a vocabulary is padded so that the mesh divides it."""
-    return math.lcm(128, shape.degree(TENSOR.rules.vocab))
+    return math.lcm(128, mesh_shape.degree(TENSOR.rules.vocab))
 
 
 def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:

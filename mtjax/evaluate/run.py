@@ -152,9 +152,9 @@ def parallel_of(options: Options) -> tuple[MeshShape, Parallel]:
     Raises:
       UserError: the mesh is invalid.
     """
-    shape = parse_mesh(options.mesh)
-    check_no_sharding_groups(shape)
-    return shape, Parallel(
+    mesh_shape = parse_mesh(options.mesh)
+    check_no_sharding_groups(mesh_shape)
+    return mesh_shape, Parallel(
         mesh=options.mesh,
         sequence_parallel=options.sequence_parallel,
         coordinator=options.coordinator,
@@ -196,7 +196,7 @@ def print_header(sharded_model: ShardedModel, data: str) -> None:
     print(
         f"model   {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, sequence "
         f"{model.sequence_length}, {sharded_model.config.training.compute_dtype}\n"
-        f"mesh    {sharded_model.shape.description}\n"
+        f"mesh    {sharded_model.mesh_shape.description}\n"
         f"data    {data}",
         flush=True,
     )
@@ -235,7 +235,7 @@ def write(
         **task_facts,
         "weights": {"from": options.source, "identity": weights.saved.identity},
         "tokenizer": weights.tokenizer_name,
-        "mesh": str(weights.sharded_model.shape),
+        "mesh": str(weights.sharded_model.mesh_shape),
         "compute_dtype": options.compute_dtype,
         "sequence_length": weights.length,
         "mtjax": __version__,

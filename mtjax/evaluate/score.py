@@ -54,7 +54,8 @@ class Scorer:
         multiple = sharded_model.sample_length_multiple
         if self.longest % multiple:
             raise UserError(
-                f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh {sharded_model.shape}"
+                f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh "
+                f"{sharded_model.mesh_shape}"
             )
         self._mine = process_rows(sharded_model.batch_sharding, self.batch)
 

@@ -62,9 +62,9 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
     Raises:
       UserError: the weights have no head for a task, or the rows can't be read.
     """
-    shape = parse_mesh(mesh)
-    devices = attach_devices(shape)
-    saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
+    mesh_shape = parse_mesh(mesh)
+    devices = attach_devices(mesh_shape)
+    saved = SavedModel.open(source, Hints(vocab_multiple_for(mesh_shape)))
     config = saved.config
     if config.model.head == "language":
         raise UserError(f"{source} has no head for a task: finetune it first with mtjax finetune --init-from {source}")

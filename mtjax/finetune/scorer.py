@@ -45,8 +45,8 @@ def open_scorer(name: str, label: str | None = None, *, mesh: str = "1x1", rows:
 
 
 def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
-    shape = parse_mesh(mesh)
-    saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)), "--scorer")
+    mesh_shape = parse_mesh(mesh)
+    saved = SavedModel.open(source, Hints(vocab_multiple_for(mesh_shape)), "--scorer")
     config = saved.config
     if config.model.head not in HEADS:
         raise UserError(
@@ -57,7 +57,7 @@ def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
     if task.name not in ("classify", "regress") or "," in (config.finetuning.text_fields or ""):
         raise UserError(f"--scorer {source} reads two texts, and each row has one: finetune it on one field")
     column = _column(source, label, config.finetuning.labels or (), config.model.num_labels, config.model.head)
-    placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows), attach_devices(shape))
+    placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows), attach_devices(mesh_shape))
     encoder, outputs = RowEncoder(saved.tokenizer()[1], config.model.family), Outputs(placed)
     parameters = saved.parameters(placed)
 

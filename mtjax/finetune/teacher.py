@@ -223,7 +223,7 @@ class TeacherTargets:
 
     def _outputs(self, parameters: Tree, batch: Batch) -> Array:
         """Runs the teacher: final hidden states [batch, seq, embed] with a language head, else the head's outputs."""
-        count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
+        count = num_microbatches(self.program.config, self.program.mesh_shape, batch["tokens"].shape[0])
         with use_rules(self.sharded_model.layout.rules):
             model = self.sharded_model.inference_model(parameters)
             hidden_states = final_hidden_states(self.sharded_model, parameters, batch, count)

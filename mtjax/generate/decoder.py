@@ -350,8 +350,8 @@ def _check_model(placed: ShardedModel) -> None:
     if not hasattr(placed.family, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
     if placed.stages > 1:
-        raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
-    check_generation_mesh(placed.shape)
+        raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.mesh_shape}")
+    check_generation_mesh(placed.mesh_shape)
 
 
 def prompt_chunk(

@@ -45,7 +45,9 @@ class Filler:
         if not issubclass(placed.family, BERT):
             raise UserError(f"filling masks needs a bert, and the model is a {model.family}")
         if placed.stages > 1:
-            raise UserError(f"filling masks needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
+            raise UserError(
+                f"filling masks needs a mesh without pipeline parallelism, and the mesh is {placed.mesh_shape}"
+            )
         self._model, self._placed = model, placed
         self._mask = special_id(model.tokenizer, MASK)
         self._rules = placed.layout.rules.with_whole_samples

@@ -94,12 +94,16 @@ def inspect_decoding(
     Raises:
       UserError: config, mesh and target are not compatible, or the model family can't generate text.
     """
-    shape = parse_mesh(config.parallel.mesh)
-    check_generation_mesh(shape)
+    mesh_shape = parse_mesh(config.parallel.mesh)
+    check_generation_mesh(mesh_shape)
     # The config must be valid for this mesh although nothing is trained: one sample per device.
-    batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
-    config = without_training(config, Parallel(mesh=str(shape)), **batch)
-    decoder = GenerationPrograms.abstract(ShardedModel(config, target.mesh(shape)), storage)
+    batch = {
+        "global_batch_size": mesh_shape.size,
+        "microbatch_size": None,
+        "compute_dtype": config.training.compute_dtype,
+    }
+    config = without_training(config, Parallel(mesh=str(mesh_shape)), **batch)
+    decoder = GenerationPrograms.abstract(ShardedModel(config, target.mesh(mesh_shape)), storage)
     if length > decoder.max_sequence_length:
         raise UserError(
             f"--context is {length}, and the model's context length is {decoder.max_sequence_length}: use at most that"
@@ -112,12 +116,12 @@ def inspect_decoding(
     per_server = target.server.gpus if target.server else target.devices_per_server
     collectives = find_collectives(hlo.parse(text), dict(decoder.placed.mesh.shape), per_server)
     anatomy = anatomy_of(config.model)
-    symbols, contract = decoding_symbols(anatomy, sequences, shape), decoding_contract(anatomy)
-    required = requirements(contract, symbols, shape, config.training.compute_dtype)
+    symbols, contract = decoding_symbols(anatomy, sequences, mesh_shape), decoding_contract(anatomy)
+    required = requirements(contract, symbols, mesh_shape, config.training.compute_dtype)
     verdict = check(collectives, required, _landmarks(decoder, sequences), is_gpu=target.is_gpu)
     sizes = (sequences, length, symbols)
     sent = (contract, tuple(collectives), verdict)
-    return DecodingReport(config, shape, target, *sizes, *sent, memory_of(compiled), text, seconds, note)
+    return DecodingReport(config, mesh_shape, target, *sizes, *sent, memory_of(compiled), text, seconds, note)
 
 
 def _landmarks(decoder: GenerationPrograms, sequences: int) -> Landmarks:

@@ -115,13 +115,13 @@ def reshard_for_generation(trained: ShardedModel, devices: list[Any]) -> Sharded
     This replaces the pipeline stages and the distributed optimizer's shards, which also bounded the memory per device.
     """
     for degree in sorted(divisors(len(devices)), reverse=True):
-        shape = parse_mesh(f"{len(devices) // degree}x{degree}")
-        batch = {"global_batch_size": shape.size, "microbatch_size": None}
-        config = without_training(trained.config, Parallel(mesh=str(shape)), **batch)
+        mesh_shape = parse_mesh(f"{len(devices) // degree}x{degree}")
+        batch = {"global_batch_size": mesh_shape.size, "microbatch_size": None}
+        config = without_training(trained.config, Parallel(mesh=str(mesh_shape)), **batch)
         try:
-            check_config(config, shape)
+            check_config(config, mesh_shape)
         # The degree does not divide the heads, the vocabulary or another dimension.
         except UserError:
             continue
-        return ShardedModel(config, make_mesh(shape, devices))
+        return ShardedModel(config, make_mesh(mesh_shape, devices))
     raise AssertionError("tensor parallel degree 1 is always valid")

@@ -103,25 +103,25 @@ def load_model(
       UserError: the weights are missing, have no tokenizer or no language model head, or are not compatible with the
         mesh.
     """
-    shape = parse_mesh(mesh)
-    check_generation_mesh(shape)
+    mesh_shape = parse_mesh(mesh)
+    check_generation_mesh(mesh_shape)
     with waiting(f"loading the weights {source}"):
         # Before the weights are looked at, which uses a device: their number is fixed from then on.
-        devices = devices or attach_devices(shape)
-        saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
+        devices = devices or attach_devices(mesh_shape)
+        saved = SavedModel.open(source, Hints(vocab_multiple_for(mesh_shape)))
         if saved.config.model.family == "retro" and not neighbours:
             raise UserError(
                 f"{source} is a retro, which reads neighbours that a prompt does not have: write its decoder as a gpt "
                 "with mtjax convert --without-encoder, and take that"
             )
         check_snapshots(saved.config.model, state_snapshots)
-        return _load(saved, source, shape, mesh, dtype, tokenizer, devices, storage)
+        return _load(saved, source, mesh_shape, mesh, dtype, tokenizer, devices, storage)
 
 
 def _load(
     saved: SavedModel,
     source: str,
-    shape: MeshShape,
+    mesh_shape: MeshShape,
     mesh: str,
     dtype: str | None,
     tokenizer: str | None,
@@ -133,7 +133,7 @@ def _load(
         raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     # The config must be valid for this mesh although nothing is trained: one sample per device.
-    batch = {"global_batch_size": shape.size, "microbatch_size": None}
+    batch = {"global_batch_size": mesh_shape.size, "microbatch_size": None}
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files

@@ -76,7 +76,7 @@ class CompiledStep:
     @property
     def mesh(self) -> MeshShape:
         """The mesh that it is compiled for."""
-        return self.program.shape
+        return self.program.mesh_shape
 
     @property
     def anatomy(self) -> Anatomy:
@@ -139,7 +139,7 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
     module = hlo.parse(text)
     if blocks := expected_blocks(program):
         module = hlo.with_trip_counts(module, blocks, EXPERTS_SCOPE)
-    plan = Plan.of(program.config, program.shape)
+    plan = Plan.of(program.config, program.mesh_shape)
     schedule = program.microbatch_schedule(plan.microbatches)
     if isinstance(schedule, PipelineSchedule):
         module = with_stage_branches(module, schedule.training, len(program.sections))
@@ -206,7 +206,7 @@ def _refused(target: Target, error: Exception) -> UserError:
 def expected_blocks(program: TrainStep) -> int:
     """Returns the number of blocks in a rank's grouped matmuls of experts with equal loads, the length of their loop,
     which depends on the tokens at run time; 0 without experts."""
-    model, mesh = program.config.model, program.shape
+    model, mesh = program.config.model, program.mesh_shape
     if not model.num_experts:
         return 0
     plan, length = Plan.of(program.config, mesh), model.sequence_length

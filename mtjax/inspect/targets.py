@@ -41,21 +41,21 @@ class Target:
         """Consecutive devices of the mesh that share a server; all devices where there are no servers."""
         return self.server.gpus if self.server else 1 << 30
 
-    def mesh(self, shape: MeshShape) -> Mesh:
+    def mesh(self, mesh_shape: MeshShape) -> Mesh:
         """Builds a mesh of this target's devices.
 
         Raises:
           UserError: this machine can't compile for them, or not enough devices are attached.
         """
         if self.name in (CPU, ATTACHED):
-            if self.name == CPU and shape.size > MAX_CPU_DEVICES:
+            if self.name == CPU and mesh_shape.size > MAX_CPU_DEVICES:
                 raise UserError(
-                    f"mesh {shape} has {shape.size} devices, and --target {CPU} compiles for at most "
+                    f"mesh {mesh_shape} has {mesh_shape.size} devices, and --target {CPU} compiles for at most "
                     f"{MAX_CPU_DEVICES}: add --target h100x8, which compiles for GPUs and needs none"
                 )
-            return attach_devices(shape)
+            return attach_devices(mesh_shape)
         assert self.server is not None
-        return make_mesh(shape, compile_only_devices(self.server, shape.size))
+        return make_mesh(mesh_shape, compile_only_devices(self.server, mesh_shape.size))
 
 
 def find_target(name: str, link: float | None = None, network: float | None = None) -> Target:

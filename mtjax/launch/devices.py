@@ -47,18 +47,18 @@ def mesh_within(config: Config, devices: int) -> MeshShape:
     """
     wanted = parse_mesh(config.parallel.mesh)
     for data in range(wanted.data, 0, -1):
-        shape = replace(wanted, data=data)
-        if shape.size <= devices and _divides(config, shape):
-            return shape
+        mesh_shape = replace(wanted, data=data)
+        if mesh_shape.size <= devices and _divides(config, mesh_shape):
+            return mesh_shape
     raise UserError(
         f"mesh {wanted} needs {wanted.size} devices, and there are {devices}; no mesh with a smaller data "
         f"parallel degree fits them and divides global_batch_size {config.training.global_batch_size}"
     )
 
 
-def _divides(config: Config, shape: MeshShape) -> bool:
+def _divides(config: Config, mesh_shape: MeshShape) -> bool:
     try:
-        check_config(configs.replace(config, mesh=str(shape)), shape)
+        check_config(configs.replace(config, mesh=str(mesh_shape)), mesh_shape)
     except UserError:
         return False
     return True

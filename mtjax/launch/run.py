@@ -82,8 +82,8 @@ def _mesh(config: Config, gpus: Sequence[str] | None, processes: int | None) -> 
     process."""
     if config.parallel.mesh == AUTO:
         return AUTO, (processes or 1) if gpus is None else len(gpus)
-    shape = parse_mesh(config.parallel.mesh)
-    return str(shape), shape.size
+    mesh_shape = parse_mesh(config.parallel.mesh)
+    return str(mesh_shape), mesh_shape.size
 
 
 def _within(config: Config, gpus: Sequence[str] | None) -> Config:

@@ -185,10 +185,10 @@ def parse_mesh(text: str) -> MeshShape:
     for axis, degree in degrees.items():
         if degree < 1:
             raise UserError(f"mesh {text!r} sets {axis} to {degree}; every axis needs at least 1")
-    shape = MeshShape(**degrees)
-    if shape.size > MOST_DEVICES:
-        raise UserError(f"mesh {text!r} has {shape.size} devices; the maximum is {MOST_DEVICES}")
-    return shape
+    mesh_shape = MeshShape(**degrees)
+    if mesh_shape.size > MOST_DEVICES:
+        raise UserError(f"mesh {text!r} has {mesh_shape.size} devices; the maximum is {MOST_DEVICES}")
+    return mesh_shape
 
 
 def _named_degrees(text: str) -> dict[str, int]:

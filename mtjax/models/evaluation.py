@@ -36,6 +36,7 @@ class Evaluation:
         return jax.jit(self._losses)
 
     def _losses(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        """Computes the sum of each loss over a batch, without smoothing, and the sum of its weights: scalars."""
         placed = self._placed
         # The plain cross-entropy, comparable between runs.
         model = placed.trunk_losses(dataclasses.replace(placed.loss_options, label_smoothing=0.0, z_loss=0.0))

@@ -30,6 +30,7 @@ def unquantized(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function of layers so that it is traced with products in the compute type, in the scope `UNQUANTIZED`."""
 
     def wide(*arguments: Any) -> Any:
+        """Calls `run` while products are not quantized."""
         token = _is_unquantized.set(True)
         try:
             with jax.named_scope(UNQUANTIZED):

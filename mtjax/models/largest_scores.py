@@ -44,6 +44,7 @@ def only_observers(tree: Tree) -> Tree:
 
 
 def _select(tree: Tree, is_observer: bool) -> Tree:
+    """Returns the leaves of a nested dict that are observers, or those that are not, without empty dicts."""
     selected = {}
     for name, below in tree.items():
         if isinstance(below, dict):

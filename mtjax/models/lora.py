@@ -58,6 +58,7 @@ class Adapter(nnx.Module):
             return self._product(x, self.b[...] if b is None else b, outputs)
 
     def _product(self, x: Array, b: Array, outputs: tuple[str, ...] | None) -> Array:
+        """Computes `scale (x A) B`, [batch, seq, *outputs], for each component of a fused product."""
         names = self.b.get_metadata()["axes"][len(self.inner) :] if outputs is None else outputs
         low = self.scale * project(x, self.a[...], None, self.inner, self.sequence)
         if self.inner[0] not in PARTS:

@@ -157,6 +157,7 @@ class PatternLoop:
         """
 
         def iteration(carry: Carry, index: Array) -> tuple[Carry, list[State]]:
+            """Runs the layers of one repetition of a loop's letters."""
             (x, carried), seen, states = carry, dict.fromkeys(run.unit, 0), []
             carried = dict(carried)
             for letter in run.unit:
@@ -170,7 +171,7 @@ class PatternLoop:
         for letter in run.unit:
             done[letter] += run.times
         x, carried = carry
-        # Only the stacks of this loop: XLA would copy the others, too.
+        # XLA: it would copy the stacks of other loops, too.
         used = (x, {letter: carried[letter] for letter in dict.fromkeys(run.unit)})
         (x, used), states = lax.scan(iteration, used, varying_like(jnp.arange(run.times), numbers))
         return (x, {**carried, **used}), _in_order(states) if states else None

@@ -25,8 +25,8 @@ Run = Callable[..., tuple[Array, Tree]]
 
 
 class OrderTokens(NamedTuple):
-    """Arrays, a number of each rank, that layers pass on unchanged. Their cotangents are not derivatives: XLA can't
-    compute them before the gradients of a layer."""
+    """Arrays, a number of each rank, that layers pass on unchanged. Their cotangents are not derivatives, but order
+    what is computed: each depends on the gradients of a layer."""
 
     above: Array
     """Of the layer above."""

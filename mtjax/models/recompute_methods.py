@@ -61,7 +61,7 @@ def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 
 def save_input_on_host(run: Any) -> Any:
     """Wraps `run` to save only its input, in host memory."""
-    # XLA's host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
+    # XLA: its host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
     # its backward pass.
     to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

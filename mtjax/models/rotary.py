@@ -53,6 +53,7 @@ class Rotary:
         return rotations[0] if len(distinct) == 1 else Rotations(rotations, tuple(map(distinct.index, kinds)))
 
     def _rotation(self, kind: str, position_ids: Array, length: int) -> Rotation:
+        """Computes the rotation of a kind of layers, [batch or 1, seq, width] of cosines and sines."""
         is_local, factor = kind == "local", 1.0
         if self.model.rope_scaling != "none":
             from mtjax.models.rope_scaling import attention_factor

@@ -54,15 +54,15 @@ class ShardedModel:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         """Traces the model's shapes, and derives shardings."""
-        self.mesh, self.shape, self.trains = mesh, MeshShape(**mesh.shape), trains
+        self.mesh, self.mesh_shape, self.trains = mesh, MeshShape(**mesh.shape), trains
         kernel, self.attention_fallback = self._choose_kernel(config)
-        chosen = replace(config, attention=kernel, mesh=str(self.shape))
-        check_config(config, self.shape)
-        plan = Plan.of(chosen, self.shape)
+        chosen = replace(config, attention=kernel, mesh=str(self.mesh_shape))
+        check_config(config, self.mesh_shape)
+        plan = Plan.of(chosen, self.mesh_shape)
         on_gpus = mesh.devices.flat[0].platform != "cpu"
         self.config = replace(chosen, unroll_layers=plan.unrolls(chosen, on_gpus=on_gpus))
         layout = layout or plan.layout(config.model)
-        self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
+        self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.mesh_shape.axes))
         self.family = model_class(config)
         # Shapes alone: a model that fits on the mesh may not fit on one device.
         with jax.set_mesh(mesh):
@@ -76,7 +76,7 @@ class ShardedModel:
             self.axes,
             self.abstract_parameters,
             self.layout,
-            self.shape,
+            self.mesh_shape,
             compute_dtype=config.training.compute_dtype,
             grad_reduce_dtype=config.parallel.grad_reduce_dtype,
             is_trainable=lambda name: trains and self.is_trainable(name),
@@ -88,7 +88,7 @@ class ShardedModel:
 
     def bind_records(self) -> None:
         """Builds the manual region of these parameters."""
-        self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+        self.region = ManualRegion(self.mesh_shape, self.layout.rules, self.records)
 
     def is_trainable(self, name: str) -> bool:
         """Returns whether a training step differentiates by the parameter of a dotted name."""
@@ -98,14 +98,14 @@ class ShardedModel:
         """Chooses the attention kernel for the mesh's devices."""
         device = self.mesh.devices.flat[0]
         major, minor = (int(part) for part in getattr(device, "compute_capability", "0.0").split("."))
-        return choose_kernel(config, device.platform, (major, minor), self.shape)
+        return choose_kernel(config, device.platform, (major, minor), self.mesh_shape)
 
     # --- parameters
 
     @property
     def stages(self) -> int:
         """Pipeline parallel degree; 1 without pipeline parallelism."""
-        return self.shape.degree(self.layout.rules.layers)
+        return self.mesh_shape.degree(self.layout.rules.layers)
 
     @property
     def layer_orders(self) -> Orders:
@@ -151,7 +151,7 @@ class ShardedModel:
     @property
     def sample_length_multiple(self) -> int:
         """A number of which the length of every sample must be a multiple."""
-        return parts_of_samples(self.layout, self.shape)
+        return parts_of_samples(self.layout, self.mesh_shape)
 
     def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
         """Returns shapes, types and shardings of a batch."""
@@ -203,7 +203,7 @@ class ShardedModel:
             chunk=self.config.training.loss_chunk,
             label_smoothing=options.label_smoothing,
             z_loss=options.z_loss,
-            at_once=Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model),
+            at_once=Plan.of(self.config, self.mesh_shape).sums_loss_at_once(self.config.model),
             **output_shape(self.config.model),
         )
 

@@ -71,7 +71,7 @@ def halves(
     """
     # XLA: each element computes its own counter, so that bits do not depend on the sharding. A GPU kernel's thread has
     # four neighbours, for which the compiler finds the rounds to be the same, and does them once. It sees that in an
-    # index of both dimensions; what is made of one of them, XLA computes in a kernel of its own.
+    # index of both dimensions. XLA: what is made of one of them is computed in a kernel of its own.
     stride = -(-length // 4) * 4
     low_rows = 2**32 // stride  # of which the index fits into a word
     # Of two sites in a layer it would keep indices that they have in common, 4 bytes an element: they have none.

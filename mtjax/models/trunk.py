@@ -156,6 +156,7 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """
 
     def one(values: Array, weights: Array) -> Array:
+        """Sums a loss times its weights, [batch, seq] each, or of samples."""
         # Summed already, with its gradients (`LOSS_WEIGHTS`).
         if not values.ndim:
             return values

@@ -119,8 +119,8 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
         for stage in divisors(gpus // model):
             if stage > space.max_stages or not chunk_shares(anatomy, stage, space.uneven):
                 continue
-            shape = MeshShape(data=gpus // model // stage, stage=stage, model=model)
-            for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
+            mesh_shape = MeshShape(data=gpus // model // stage, stage=stage, model=model)
+            for mesh in meshes_within(mesh_shape, anatomy.model.num_experts, anatomy.model.sequence_length):
                 if not _obstacle(anatomy, base, mesh):
                     yield mesh
                     yield from with_groups(mesh, server.gpus, anatomy.model.hidden_size)

@@ -57,9 +57,9 @@ class Embedder:
         Raises:
           UserError: there are no such weights, or they are not of an encoder.
         """
-        shape = parse_mesh(mesh)
-        devices = attach_devices(shape)  # before the weights are looked at, which fixes the number of devices
-        self.name, self._saved = name, SavedModel.open(name, Hints(vocab_multiple_for(shape)), "--embedder")
+        mesh_shape = parse_mesh(mesh)
+        devices = attach_devices(mesh_shape)  # before the weights are looked at, which fixes the number of devices
+        self.name, self._saved = name, SavedModel.open(name, Hints(vocab_multiple_for(mesh_shape)), "--embedder")
         model = self._saved.config.model
         if model.family != "bert":
             raise UserError(

@@ -24,7 +24,7 @@ FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables of this share, of which jax takes one alone; the second is an older name."""
 
 
-def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
+def attach_devices(mesh_shape: MeshShape, num_processes: int = 1) -> Mesh:
     """Builds the mesh over this machine's devices (those of all processes when there are several).
 
     On a machine with only CPUs it creates as many virtual devices as the mesh needs; call it before anything else
@@ -33,29 +33,30 @@ def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
     Raises:
       UserError: there are fewer GPUs than the mesh needs, or its size is not a multiple of the number of processes.
     """
-    if shape.size % num_processes:
+    if mesh_shape.size % num_processes:
         raise UserError(
-            f"mesh {shape} has {shape.size} devices, which is not a multiple of {num_processes} processes: choose "
-            "another mesh or another number of processes"
+            f"mesh {mesh_shape} has {mesh_shape.size} devices, which is not a multiple of {num_processes} processes: "
+            "choose another mesh or another number of processes"
         )
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
-    if shape.size > 1 and on_cpus:  # XLA reads NPROC when it creates its devices
-        threads = THREADS_PER_DEVICE * shape.size // num_processes
+    if mesh_shape.size > 1 and on_cpus:  # XLA: it reads NPROC when it creates its devices
+        threads = THREADS_PER_DEVICE * mesh_shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
-    use_cpu_devices(shape.size // num_processes)
+    use_cpu_devices(mesh_shape.size // num_processes)
     devices = jax.devices()
-    if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:
+    if devices[0].platform == "cpu" and mesh_shape.size // num_processes > MAX_CPU_DEVICES:
         raise UserError(
-            f"mesh {shape} gives a process {shape.size // num_processes} virtual CPU devices, and XLA deadlocks with "
-            f"more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does automatically"
+            f"mesh {mesh_shape} gives a process {mesh_shape.size // num_processes} virtual CPU devices, and XLA "
+            f"deadlocks with more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does "
+            "automatically"
         )
-    if len(devices) < shape.size:
+    if len(devices) < mesh_shape.size:
         kind = devices[0].device_kind
         raise UserError(
-            f"mesh {shape} needs {shape.size} devices, and there are {len(devices)} ({kind}): choose a smaller mesh, "
-            f"or inspect the program without the devices: mtjax inspect --mesh {shape}"
+            f"mesh {mesh_shape} needs {mesh_shape.size} devices, and there are {len(devices)} ({kind}): choose a "
+            f"smaller mesh, or inspect the program without the devices: mtjax inspect --mesh {mesh_shape}"
         )
-    return make_mesh(shape, devices)
+    return make_mesh(mesh_shape, devices)
 
 
 def use_cpu_devices(count: int) -> None:

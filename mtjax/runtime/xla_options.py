@@ -285,12 +285,12 @@ def deterministic(device: Any) -> Chosen:
 
 def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     """Returns the options for speed, by the parallelism of the run."""
-    parallel, shape = config.parallel, MeshShape(**mesh.shape)
-    staged = shape.has_pipeline
+    parallel, mesh_shape = config.parallel, MeshShape(**mesh.shape)
+    staged = mesh_shape.has_pipeline
     # Inside one server there is one kind of link. Devices only report their process, which usually is one server's.
     processes = len({device.process_index for device in mesh.devices.flat})
-    concurrent = processes > 1 and shape.has_data_and_tensor and not staged
-    prefetches = Plan.of(config, shape).prefetches(config.model)
+    concurrent = processes > 1 and mesh_shape.has_data_and_tensor and not staged
+    prefetches = Plan.of(config, mesh_shape).prefetches(config.model)
     tables = (
         (MEMORY, True),
         (UNROLLED, bool(config.training.unroll_layers)),
@@ -301,7 +301,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (PREFETCH, parallel.overlap and processes > 1 and prefetches),
         (EARLY, parallel.overlap and processes > 1 and prefetches and not parallel.zero),
         (STAGES, parallel.overlap and staged),
-        (CONTEXT, parallel.overlap and shape.has_context_parallel),
+        (CONTEXT, parallel.overlap and mesh_shape.has_context_parallel),
         (SECTIONS, staged and len(sections_of(config.model)) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)

@@ -69,11 +69,11 @@ def load(options: Options, processes: int) -> Loaded:
     Raises:
       UserError: the weights are invalid, or the mesh can't be divided among the processes.
     """
-    shape = parse_mesh(options.mesh)
-    check_generation_mesh(shape)
-    replicas = replicas_on(shape, processes)
+    mesh_shape = parse_mesh(options.mesh)
+    check_generation_mesh(mesh_shape)
+    replicas = replicas_on(mesh_shape, processes)
     local = [replica for replica in replicas if this_process() in replica.processes]
-    given = (str(shape.replica_shape), options.dtype, options.tokenizer)
+    given = (str(mesh_shape.replica_shape), options.dtype, options.tokenizer)
     model = load_model(
         options.source,
         *given,

@@ -32,20 +32,20 @@ class Replica:
         return sorted({device.process_index for device in self.mesh.devices.flat})
 
 
-def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
+def replicas_on(mesh_shape: MeshShape, processes: int) -> list[Replica]:
     """Builds all replicas of a mesh over this machine's devices, or over those of all processes.
 
     Raises:
       UserError: there are too few devices, or a process would have parts of multiple replicas.
     """
     # local: devices of each process; each: devices of each replica.
-    local, each = shape.size // processes, shape.replica_shape.size
-    if not shape.size % processes and local % each and each % local:
+    local, each = mesh_shape.size // processes, mesh_shape.replica_shape.size
+    if not mesh_shape.size % processes and local % each and each % local:
         raise UserError(
-            f"mesh {shape} gives each of {processes} processes {local} devices, and a replica has {each}: one number "
-            "must be a multiple of the other"
+            f"mesh {mesh_shape} gives each of {processes} processes {local} devices, and a replica has {each}: one "
+            "number must be a multiple of the other"
         )
-    return [Replica(number, mesh) for number, mesh in enumerate(replica_meshes(attach_devices(shape, processes)))]
+    return [Replica(number, mesh) for number, mesh in enumerate(replica_meshes(attach_devices(mesh_shape, processes)))]
 
 
 def replica_engines(replicas: Sequence[Replica], local: Sequence[Engine], sequences: int) -> list[ReplicaEngine]:

@@ -22,7 +22,7 @@ def after(known: Sequence[Array], x: Array) -> Array:
 
 def _select(x: Array, *known: Array) -> Array:
     bits = sum(lax.bitcast_convert_type(first(a), jnp.uint32) & 1 for a in known)
-    # True of all numbers, which XLA does not find out. Fused into what reads `x`: no copy, and the same bits.
+    # XLA: it does not find out that this is true of all numbers. Fused into what reads `x`: no copy, the same bits.
     return jnp.where(bits <= len(known), x, jnp.zeros_like(x))
 
 

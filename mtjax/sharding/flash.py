@@ -213,6 +213,7 @@ def _flash(
     largest_scores: Array | None,
     more: Any,
 ) -> Array:
+    """Runs the kernel on each rank; returns [batch, seq, heads, value_dim]."""
     if sinks is not None:
         return _flash_forward(ranks, query, key, value, sinks, largest_scores, more)[0]
     return no_hoist(ranks.map(ranks.kernel, 4), query, key, value, more)

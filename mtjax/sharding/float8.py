@@ -182,6 +182,7 @@ def _product_forward(
     scales: Scales | None,
     weight8: Array | None = None,
 ) -> tuple[Array, Any]:
+    """Computes `x W`, [*rows, *outer], from 8-bit operands, which are what the backward pass reads."""
     row, inner, outer = dims
     x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales, weight8)
     y = _scaled(recipe, f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)

@@ -62,6 +62,7 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
     """
 
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
+        """Adds a parameter's gradient to its sum, unless the backward pass has added it."""
         if adds_up(record) and not record.grad_reduction.is_maximum:
             return gradient
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.

@@ -1,7 +1,4 @@
-"""Builds a mesh of devices from its shape.
-
-The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
-"""
+"""Builds a mesh of devices from its shape."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +9,9 @@ from jax.sharding import AxisType, Mesh
 from mtjax.layout.mesh import MeshShape
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Builds a mesh of the first `shape.size` devices, attached or compile-only, with all axes explicit."""
-    axes = shape.axes
-    # Row-major over the axes' order, so devices with consecutive indices differ in the last axis, `model`.
-    grid = np.array(devices[: shape.size], dtype=object).reshape([shape.degree((axis,)) for axis in axes])
+def make_mesh(mesh_shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+    """Builds a mesh of the first `mesh_shape.size` devices, attached or compile-only, with all axes explicit."""
+    axes = mesh_shape.axes
+    # The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
+    grid = np.array(devices[: mesh_shape.size], dtype=object).reshape([mesh_shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))

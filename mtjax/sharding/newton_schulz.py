@@ -41,6 +41,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
     spec = record.storage_spec
 
     def local(shard: Array) -> Array:
+        """Orthogonalizes the matrices of which this rank has a shard; returns its shard of the results."""
         order = (*matrices.stacked, *matrices.rows, *matrices.columns)
         turned = shard.astype(dtype).transpose(order)
         exchanges = [

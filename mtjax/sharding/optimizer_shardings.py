@@ -23,6 +23,7 @@ def shardings_by_name(state: Tree, records: Tree, states: OptimizerStates, mesh:
     named = {record.name: record for record in jax.tree.leaves(records)}
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
+        """Finds the parameter by the end of a leaf's path; leaves of no parameter are replicated."""
         words = dotted(path).split(".")
         for first in range(1, len(words)):
             record = named.get(".".join(words[first:]))

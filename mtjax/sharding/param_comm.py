@@ -271,7 +271,7 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
         g = g.astype(reduction.comm_dtype)
         if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
             # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents
-            # merging both all-reduces into one. On CPUs, XLA adds bfloat16 in float32, and would skip the rounding.
+            # merging both all-reduces into one. On CPUs it adds bfloat16 in float32, and would skip the rounding.
             g = lax.optimization_barrier(g)
         if reduction.dim != NOT_SHARDED:
             g = lax.psum_scatter(g, reduction.shard_axes, scatter_dimension=reduction.dim, tiled=True)

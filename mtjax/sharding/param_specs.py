@@ -127,15 +127,15 @@ def param_specs(
       is_trainable: returns whether the parameter of a dotted name is trained.
       master_dtype: type in which trained matrices are stored.
     """
-    rules = layout.rules
 
     def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
+        """Describes a parameter from its path, its dimensions' logical names and its abstract array."""
         name, is_narrow = dotted(path), gathers_in_compute_dtype(names)
         trainable, is_maximum = is_trainable(name), name.endswith(f".{LARGEST_SCORES}")
         # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they process different samples or
         # tokens: the gradient is reduced over these. Along the others, stages, it is after the last microbatch.
-        replicas = tuple(axis for axis in rules.replicas(names) if mesh.degree((axis,)) > 1)
-        deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
+        replicas = tuple(axis for axis in layout.rules.replicas(names) if mesh.degree((axis,)) > 1)
+        deferred = tuple(axis for axis in replicas if axis not in layout.rules.shared_work)
         replicas = tuple(axis for axis in replicas if axis not in deferred)
         # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
         zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
@@ -145,7 +145,7 @@ def param_specs(
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
         replicas = tuple(axis for axis in replicas if axis not in between)
-        compute_spec, shards = partition_spec(rules, names), mesh.degree(zero_axes)
+        compute_spec, shards = partition_spec(layout.rules, names), mesh.degree(zero_axes)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
         return ParamSpec(

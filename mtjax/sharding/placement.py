@@ -73,6 +73,7 @@ def min_and_sum_over_shards(
     which `function` returns as terms that depend on one array each; only scalars are sent."""
 
     def reduced(shards: Tree) -> tuple[jax.Array, jax.Array]:
+        """Reduces the results of this rank's shards to scalars that are equal on all ranks."""
         least, terms = function(shards)
         by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
         for term in terms:

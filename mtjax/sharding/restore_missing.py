@@ -46,6 +46,7 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
             owners[key] = min(replica, owners.get(key, replica))
 
     def bits(index: Any) -> np.ndarray:
+        """Reads the bits of a shard, [1, ...]; zeros in all replicas but the one that is the owner."""
         shape = stacked.shard_shape((replicas, *array.shape))
         kind = bits_of(array.dtype)
         if owners[str(index[1:])] != (index[0].start or 0):

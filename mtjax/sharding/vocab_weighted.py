@@ -53,6 +53,7 @@ def _weighted(
     labels: Array,
     weights: Array,
 ) -> Array:
+    """Computes the weighted sum of the losses of `hidden` [batch, act_seq, embed], a scalar."""
     return (vocab_parallel_cross_entropy(hidden, table, labels, options, bias) * weights).sum()
 
 

@@ -19,7 +19,7 @@ from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.train.schedule import make_schedule
+from mtjax.train.learning_rate import make_learning_rate
 
 ORDER, DATA, NEIGHBOURS = "order", "data", "neighbours"
 KINDS = (ORDER, DATA, NEIGHBOURS)
@@ -188,7 +188,7 @@ def _value(config: Config, name: str) -> Any:
     return getattr(getattr(config, section_by_setting()[name]), name)
 
 
-def scheduled(config: Config, horizon: Horizon) -> Config:
+def with_horizon(config: Config, horizon: Horizon) -> Config:
     """Returns the config with the steps over which learning rate and weight decay change."""
     # Where no step so far depends on the end of the decay, it is the end of the run.
     decay_steps = horizon.decay_steps or max(config.training.steps, config.optimizer.warmup_steps + 1)
@@ -201,7 +201,7 @@ def check_learning_rate(past: Past, config: Config, now: Config) -> None:
     Args:
       past: the run that is resumed.
       config: of the run.
-      now: the same config with its schedules (`scheduled`).
+      now: the same config with the horizon of its learning rate (`with_horizon`).
 
     Raises:
       UserError: the learning rate has decayed to 0 before.
@@ -250,7 +250,7 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
     Args:
       past: the run when it was saved.
       config: the config of the resumed run.
-      now: the same config with its schedules (`scheduled`).
+      now: the same config with the horizon of its learning rate (`with_horizon`).
       position: its order of samples from now on.
     """
     rows = [
@@ -360,7 +360,7 @@ def rate_of(config: Config, step: int) -> str:
 
 
 def _rate(config: Config, step: int) -> float:
-    return float(np.asarray(make_schedule(config.optimizer, config.training.steps)(step)))
+    return float(np.asarray(make_learning_rate(config.optimizer, config.training.steps)(step)))
 
 
 def table(past: Past, rows: Sequence[Change]) -> str:

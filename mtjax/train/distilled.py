@@ -46,7 +46,7 @@ class Distilled(TrainStep):
             self._tables[TEACHER_TABLE] = jax.ShapeDtypeStruct((padded_vocab_size(config.model), width), dtype)
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
         dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
-        records = param_specs(names, shapes, self.layout, self.shape, *dtypes, lambda name: False)
+        records = param_specs(names, shapes, self.layout, self.mesh_shape, *dtypes, lambda name: False)
         self._region = dataclasses.replace(self.step_region, records={**self.step_region.records, **records})
         self._table_shardings = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 

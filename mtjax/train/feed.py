@@ -11,7 +11,7 @@ from mtjax.sharding.global_batch import global_batch, process_rows
 
 
 def open_batches(
-    placed: ShardedModel, config: Config, dataset: Dataset, consumed: int, schedule: BatchSchedule
+    placed: ShardedModel, config: Config, dataset: Dataset, consumed: int, batch_schedule: BatchSchedule
 ) -> Loader:
     """Opens this process's rows of every batch, starting at sample `consumed`."""
     return data.open_loader(
@@ -19,7 +19,7 @@ def open_batches(
         dataset,
         rows=lambda size: process_rows(placed.batch_sharding, size),
         start_sample=consumed,
-        schedule=schedule,
+        schedule=batch_schedule,
     )
 
 

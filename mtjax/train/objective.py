@@ -20,7 +20,7 @@ from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.runtime.processes.notes import say_notes
 from mtjax.runtime.train_state import State
-from mtjax.train.changes import check_learning_rate, neighbours_of, position_of, scheduled
+from mtjax.train.changes import check_learning_rate, neighbours_of, position_of, with_horizon
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.observability.best import Goal
@@ -309,7 +309,7 @@ class Pretraining:
         """
         horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:
-            check_learning_rate(past, config, scheduled(config, horizon))
+            check_learning_rate(past, config, with_horizon(config, horizon))
         return horizon
 
     def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:

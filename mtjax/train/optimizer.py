@@ -12,7 +12,7 @@ from mtjax.config import Config
 from mtjax.layout.layouts import is_decayed
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import PLAIN, Orders
-from mtjax.train.schedule import make_schedule
+from mtjax.train.learning_rate import make_learning_rate
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
@@ -28,7 +28,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     if optimizer_states(config).is_plain:
         build = partial(
             optax.adamw,
-            make_schedule(options, steps),
+            make_learning_rate(options, steps),
             b1=options.beta1,
             b2=options.beta2,
             eps=options.epsilon,

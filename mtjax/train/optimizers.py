@@ -18,8 +18,8 @@ from mtjax.layout.optimizer_states import factored_dimensions, matrices_of, opti
 from mtjax.layout.stages import Orders, order_of
 from mtjax.sharding.newton_schulz import orthogonalize
 from mtjax.sharding.param_specs import ParamSpec
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.rounding import round_stochastically, rows_of
-from mtjax.train.schedule import make_schedule
 
 Tree = Any
 
@@ -39,15 +39,15 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
       weight_decay: a number, traced or not.
     """
     options = config.optimizer
-    schedule = make_schedule(options, config.training.steps)
+    learning_rate = make_learning_rate(options, config.training.steps)
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
     if options.optimizer == "schedule-free":
-        return optax.chain(schedule_free(options, schedule, mask, weight_decay))
+        return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
     scale = SCALES.get(options.optimizer)
     return optax.chain(
         scale(config, records) if scale else _adam(config, records, orders),
         optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
@@ -208,7 +208,7 @@ class ScheduleFreeState(NamedTuple):
 
 
 def schedule_free(
-    options: Optimizer, schedule: optax.Schedule, mask: Tree, weight_decay: Any
+    options: Optimizer, learning_rate: optax.Schedule, mask: Tree, weight_decay: Any
 ) -> optax.GradientTransformation:
     """Builds Schedule-Free AdamW (arXiv 2405.15682), whose parameters are the average x: that is evaluated and saved.
 
@@ -225,7 +225,7 @@ def schedule_free(
         return ScheduleFreeState(z, optax.tree.zeros_like(params), zero, zero, jnp.zeros([], jnp.int32))
 
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, ScheduleFreeState]:
-        rate = jnp.asarray(schedule(state.count), jnp.float32)
+        rate = jnp.asarray(learning_rate(state.count), jnp.float32)
         inner: Any = base.init(params)
         inner = (inner[0]._replace(count=state.count, nu=state.nu), *inner[1:])
         moved: Any = base.update(updates, inner, training_point(options, params, state))

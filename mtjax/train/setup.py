@@ -35,7 +35,7 @@ from mtjax.runtime.devices import attach_devices, use_cpu_devices
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.storage import shown, url_of
-from mtjax.train.changes import check_states, find_changes, rate_of, scheduled, table
+from mtjax.train.changes import check_states, find_changes, rate_of, table, with_horizon
 from mtjax.train.float8_resume import check_float8_layers
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
@@ -123,16 +123,16 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
 
 
 def find_devices(config: Config, peers: Peers) -> tuple[MeshShape, Mesh, BatchSchedule]:
-    """Returns the mesh shape, the mesh and the batch sizes of a run.
+    """Returns the shape of the mesh, the mesh and the batch sizes of a run.
 
     Raises:
       UserError: batch and mesh don't fit, or devices are missing.
     """
-    shape = parse_mesh(config.parallel.mesh)
-    check_config(config, shape)
-    schedule = data.batch_schedule(config.training)
-    check_ramp(config, schedule.batch_sizes(), shape)
-    return shape, attach_devices(shape, peers.count), schedule
+    mesh_shape = parse_mesh(config.parallel.mesh)
+    check_config(config, mesh_shape)
+    batch_schedule = data.batch_schedule(config.training)
+    check_ramp(config, batch_schedule.batch_sizes(), mesh_shape)
+    return mesh_shape, attach_devices(mesh_shape, peers.count), batch_schedule
 
 
 def prepare_environment(config: Config, name: str, peers: Peers, objective: Objective) -> RunEnvironment:
@@ -141,13 +141,15 @@ def prepare_environment(config: Config, name: str, peers: Peers, objective: Obje
     Raises:
       UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
     """
-    shape, mesh, schedule = find_devices(config, peers)
+    mesh_shape, mesh, batch_schedule = find_devices(config, peers)
     out = choose_folder(config.output, name)
     url = url_of(out)
     remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
     folder = remote.work if remote else out
     weights = objective.initial_weights(config)
-    return RunEnvironment(shape, mesh, schedule, folder, out, remote, weights, jax.process_index() == 0, peers)
+    return RunEnvironment(
+        mesh_shape, mesh, batch_schedule, folder, out, remote, weights, jax.process_index() == 0, peers
+    )
 
 
 def find_past(output: Output, out: Path) -> Past | None:
@@ -187,7 +189,9 @@ def prepare(
         check_states(past, resolved)
         check_float8_layers(past, resolved)
     horizon = objective.horizon(resolved, past)
-    return Prepared(resolved, run_data, make_train_step(scheduled(resolved, horizon), environment.mesh), horizon, past)
+    return Prepared(
+        resolved, run_data, make_train_step(with_horizon(resolved, horizon), environment.mesh), horizon, past
+    )
 
 
 def check_memory(program: TrainStep) -> None:
@@ -232,16 +236,20 @@ def portable_config(config: Config) -> Config:
 
 def print_run_summary(config: Config, environment: RunEnvironment, program: TrainStep, progress: ProgressLine) -> None:
     """Prints a summary of the resolved config, and notes where the program deviates from it."""
-    model, training, shape = config.model, config.training, environment.mesh_shape
+    model, training, mesh_shape = config.model, config.training, environment.mesh_shape
     device = jax.devices()[0]
-    kind = f"{shape.size} virtual CPU devices" if device.platform == "cpu" else f"{shape.size} x {device.device_kind}"
+    kind = (
+        f"{mesh_shape.size} virtual CPU devices"
+        if device.platform == "cpu"
+        else f"{mesh_shape.size} x {device.device_kind}"
+    )
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     count = parameters(anatomy_of(model))
     progress.say(
         f"model   {model.family}, {count / 1e6:,.1f}M parameters: {model.num_layers} layers, "
         f"hidden {model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, "
         f"vocabulary {model.vocab_size}\n"
-        f"mesh    {shape.description}: {kind}{processes}\n"
+        f"mesh    {mesh_shape.description}: {kind}{processes}\n"
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
@@ -255,7 +263,7 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
     if program.attention_fallback:
         used = program.config.model.attention
         progress.say(f"note    attention is {used}, not {config.model.attention}: {program.attention_fallback}")
-    if note := float8_note(program.config.model, Plan.of(program.config, program.shape)):
+    if note := float8_note(program.config.model, Plan.of(program.config, program.mesh_shape)):
         progress.say(f"note    {note}")
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
@@ -268,7 +276,7 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         )
     if replicated := replicated_names(program):
         names, axes = ", ".join(replicated), program.layout.zero_axes
-        degree = shape.degree(axes)
+        degree = mesh_shape.degree(axes)
         progress.say(f"note    replicated over {axes[0]} (no dimension is divisible by {degree}): {names}")
 
 

@@ -26,9 +26,9 @@ from mtjax.sharding.gradients import distributed_gradients, total_loss
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_specs import partition_specs, trained
 from mtjax.sharding.zero import Reduction
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.nonfinite_steps import GOOD, norm_and_first_bad
 from mtjax.train.optimizer import make_optimizer
-from mtjax.train.schedule import make_schedule
 
 Tree = Any
 
@@ -64,7 +64,7 @@ class TrainStep(ShardedModel):
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
-        self.schedule = make_schedule(config.optimizer, config.training.steps)
+        self.learning_rate = make_learning_rate(config.optimizer, config.training.steps)
 
     def optimized(self, tree: Tree) -> Tree:
         """Selects what the optimizer changes from a tree like the parameters'."""
@@ -185,7 +185,7 @@ class TrainStep(ShardedModel):
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
-                "learning_rate": jnp.asarray(self.schedule(optimizer_step_count(state.optimizer)), jnp.float32),
+                "learning_rate": jnp.asarray(self.learning_rate(optimizer_step_count(state.optimizer)), jnp.float32),
                 "tokens": self.family.num_tokens(batch),
                 "skipped": 1.0 - finite.astype(jnp.float32),
                 "first_bad": bad,
@@ -240,14 +240,13 @@ class TrainStep(ShardedModel):
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        count = num_microbatches(self.config, self.shape, len(batch["sample_index"]))
+        count = num_microbatches(self.config, self.mesh_shape, len(batch["sample_index"]))
         model, region, parameters, batch = self.loss_inputs(parameters, batch)
         inputs = region.shard_batch((batch, weights, keys))
-        schedule = self.microbatch_schedule(count)
         records = trained(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            gradients_of = distributed_gradients(model, inputs, region, schedule, reduction)
+            gradients_of = distributed_gradients(model, inputs, region, self.microbatch_schedule(count), reduction)
             parts, gradients = gradients_of(parameters, inputs)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
@@ -272,8 +271,8 @@ class TrainStep(ShardedModel):
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:
-    """Returns the number of optimizer updates, which drives the schedules; skipped steps do not count."""
-    # The schedule's own count, which follows Adam's: they differ in a run that Megatron-LM began with smaller batches.
+    """Returns the number of optimizer updates, by which the learning rate changes; skipped steps do not count."""
+    # The learning rate's own count, after Adam's: they differ in a run that Megatron-LM began with smaller batches.
     return optax.tree.get_all_with_path(optimizer, "count")[-1][1]
 
 

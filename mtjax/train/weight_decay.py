@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from mtjax.config import Optimizer
-from mtjax.train.schedule import SHAPES
+from mtjax.train.learning_rate import DECAYS
 
 
 def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
@@ -16,7 +16,7 @@ def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
     end, start = options.weight_decay, options.start_weight_decay
     if start is None or options.weight_decay_style == "constant":
         return end
-    left = SHAPES[options.weight_decay_style]
+    left = DECAYS[options.weight_decay_style]
     return lambda step: end - (end - start) * left(jnp.clip(jnp.asarray(step, jnp.float32) / steps, 0, 1))
 
 

@@ -171,7 +171,7 @@ def test_every_parameter_of_a_model_stands_in_the_book(fields):
 def test_what_a_device_holds_and_gathers_is_what_the_layout_says(fields, zero):
     mesh = "2x4" if "heads" not in str(fields) else "4x2"
     program = program_of("data=2,expert=2,model=2" if "num_experts" in fields else mesh, zero=zero, **fields)
-    plan = Plan.of(program.config, program.shape)
+    plan = Plan.of(program.config, program.mesh_shape)
     held = peak_stage_counts(anatomy_of(program.config.model), plan)
     shards = zip(
         jax.tree.leaves(program.state_sharding.parameters), jax.tree.leaves(program.abstract_parameters), strict=True

@@ -25,7 +25,7 @@ def test_blocks_are_those_of_the_program():
         ("qwen3-30b-a3b", "data=4,expert=8,model=1", {"microbatch_size": 2}),
     ]:
         run = config.replace(config.load(name), mesh=mesh, **changes)
-        program = SimpleNamespace(config=run, shape=parse_mesh(mesh))
+        program = SimpleNamespace(config=run, mesh_shape=parse_mesh(mesh))
         blocks = expert_blocks(run.model, Plan.of(run, parse_mesh(mesh)))
         assert blocks.number == expected_blocks(program) > 0  # pyright: ignore[reportArgumentType]
 

@@ -39,7 +39,7 @@ def shared_programs():
     class Sharing(GenerationPrograms):
         def __init__(self, placed, parameters, start_id, **options) -> None:
             super().__init__(placed, parameters, start_id, **options)
-            like = first.setdefault((placed.config, placed.shape, start_id, *options.items()), self)
+            like = first.setdefault((placed.config, placed.mesh_shape, start_id, *options.items()), self)
             programs = [name for name in vars(GenerationPrograms) if name.startswith("_compiled_")]
             self.__dict__.update({name: getattr(like, name) for name in programs})
 

@@ -151,5 +151,5 @@ def test_evaluation_on_stages_gathers_parameters_once():
     program = program_of("2x2x2", num_layers=4, microbatch_size=1, zero=1)
     module = parse(program.evaluation.lower().compile().as_text())
     found = [c for c in find_collectives(module, program.mesh.shape, 8) if c.kind == "all-gather" and c.axes == (DATA,)]
-    held = peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+    held = peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.mesh_shape))
     assert sum(c.count * c.elements for c in found) == held.all - held.replicated

@@ -35,7 +35,7 @@ from mtjax.retrieval.retriever import Retriever
 from mtjax.runtime.checkpoints.past import newest_past
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.sharding.param_specs import dotted
-from mtjax.train.changes import find_changes, neighbours_of, scheduled
+from mtjax.train.changes import find_changes, neighbours_of, with_horizon
 from tests.retrieval.tiny_encoder import write_corpus, write_encoder
 from tests.tiny import mesh_of
 
@@ -236,7 +236,7 @@ def test_a_resumed_run_reads_the_neighbours_that_it_has_read(
     position = past.record.position
 
     def rows(config: Config) -> list[str]:
-        changes = find_changes(past, config, scheduled(config, past.horizon), position)
+        changes = find_changes(past, config, with_horizon(config, past.horizon), position)
         return [change.setting for change in changes if "neighbours" in change.setting]
 
     search("--nearest", "2", "--earlier", "12", steps=4)

@@ -98,7 +98,7 @@ def test_gradients_are_within_two_roundings_whatever_the_layout(mesh, settings, 
     samples = of_one_sample()
     sends = [range(first, first + at_once) for first in range(0, len(samples), at_once)]
     names = jax.tree.map(lambda record: record.name, program.records)
-    several = len(sends) > program.shape.data  # a sum for each microbatch, added up in float32
+    several = len(sends) > program.mesh_shape.data  # a sum for each microbatch, added up in float32
 
     def compare(name: str, gradient: Any, *parts: np.ndarray) -> None:
         gradient, exact = np.asarray(gradient), sum(parts)

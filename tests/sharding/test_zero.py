@@ -52,7 +52,7 @@ def test_what_does_not_divide_takes_another_dimension_or_is_reported():
 
 def counts_of(program: TrainStep) -> Counts:
     """What the theory says a device holds."""
-    return peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
+    return peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.mesh_shape))
 
 
 def held(tree) -> int:

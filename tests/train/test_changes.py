@@ -12,8 +12,8 @@ from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.past import Past, RunRecord
 from mtjax.train import changes
 from mtjax.train.changes import find_changes, parse_allowed, position_of, table
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.objective import PRETRAINING
-from mtjax.train.schedule import make_schedule
 from mtjax.train.weight_decay import make_weight_decay
 
 TEXT = TrainingText("book.txt", "abc", 90)
@@ -30,8 +30,8 @@ def past_of(config: Config, step: int = 40) -> Past:
     return Past(step, 8 * step, to_dict(config), record)
 
 
-def scheduled(config: Config, past: Past) -> Config:
-    return changes.scheduled(config, PRETRAINING.horizon(config, past))
+def with_horizon(config: Config, past: Past) -> Config:
+    return changes.with_horizon(config, PRETRAINING.horizon(config, past))
 
 
 STYLES = [
@@ -49,8 +49,8 @@ def test_more_steps_do_not_let_the_learning_rate_jump(style, with_record):
     past = past_of(config_of(**style))
     if not with_record:
         past = Past(past.step, past.consumed_samples, past.tables)
-    now = scheduled(config_of(**style, steps=80), past)
-    before, after = (make_schedule(c.optimizer, c.training.steps) for c in (past.config, now))
+    now = with_horizon(config_of(**style, steps=80), past)
+    before, after = (make_learning_rate(c.optimizer, c.training.steps) for c in (past.config, now))
     rates = np.array([float(after(k)) for k in range(80)])
     np.testing.assert_allclose(rates[:41], [float(before(k)) for k in range(41)], rtol=1e-6)
     assert np.all(np.diff(rates[35:]) <= 1e-9)
@@ -60,14 +60,14 @@ def test_more_steps_do_not_let_the_learning_rate_jump(style, with_record):
 def test_a_run_within_its_warmup_decays_over_its_new_steps():
     past = past_of(config_of(steps=4), step=4)
     assert past.horizon == Horizon(None, 4)
-    now = scheduled(config_of(steps=80), past)
+    now = with_horizon(config_of(steps=80), past)
     assert now.optimizer.decay_steps == 80
-    assert scheduled(config_of(steps=80, decay_steps=60), past_of(config_of())).optimizer.decay_steps == 60
+    assert with_horizon(config_of(steps=80, decay_steps=60), past_of(config_of())).optimizer.decay_steps == 60
 
 
 def test_the_growth_of_weight_decay_is_kept():
     growing = {"start_weight_decay": 0.01, "weight_decay": 0.1, "weight_decay_style": "linear"}
-    now = scheduled(config_of(**growing, steps=80), past_of(config_of(**growing)))
+    now = with_horizon(config_of(**growing, steps=80), past_of(config_of(**growing)))
     decay = make_weight_decay(now.optimizer, now.training.steps)
     assert callable(decay)
     assert [float(decay(k)) for k in (20, 40, 60)] == pytest.approx([0.055, 0.1, 0.1])
@@ -76,9 +76,9 @@ def test_the_growth_of_weight_decay_is_kept():
 def test_the_table_has_what_has_changed_and_nothing_else():
     past, position = past_of(config_of()), DataPosition(SampleOrder(0, (320, 640)), (TEXT,))
     same = config_of(log_every=3, num_workers=2, mesh="data=1,model=1")
-    assert find_changes(past, same, scheduled(same, past), position) == []
+    assert find_changes(past, same, with_horizon(same, past), position) == []
     config = config_of(steps=80, mesh="2x1", hidden_dropout=0.2)
-    rows = find_changes(past, config, scheduled(config, past), position)
+    rows = find_changes(past, config, with_horizon(config, past), position)
     assert [(row.setting, row.then, row.now) for row in rows] == [
         ("hidden_dropout", "0.1", "0.2"),
         ("mesh", "1x1", "2x1"),
@@ -86,7 +86,7 @@ def test_the_table_has_what_has_changed_and_nothing_else():
         ("learning rate, last step", "1.02e-03 (step 40)", "1.00e-03 (step 80)"),
     ]
     older = dataclasses.replace(past, dropout_bits=32)  # saved before its number was recorded
-    rows_of_older = find_changes(older, config, scheduled(config, older), position)
+    rows_of_older = find_changes(older, config, with_horizon(config, older), position)
     assert [(r.setting, r.then, r.now) for r in rows_of_older if r not in rows] == [
         ("dropout's random numbers", "32 bits an element", "16 bits an element")
     ]

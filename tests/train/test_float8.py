@@ -399,7 +399,7 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     scales = [jax.tree.map(np.asarray, split(s.parameters)[1]) for s in (state, other)]
     jax.tree.map(np.testing.assert_array_equal, *scales)
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(split(other.parameters)[1]))
-    model, plan = program.config.model, Plan.of(program.config, program.shape)
+    model, plan = program.config.model, Plan.of(program.config, program.mesh_shape)
     assert held == float8_state_bytes(anatomy_of(model), plan)[0]
 
 

@@ -25,7 +25,7 @@ from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.changes import check_states
-from mtjax.train.schedule import make_schedule
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.step import TrainStep
 from tests.same_numbers import by_name
 from tests.tiny import batch_of, initial_state, program_of, tiny_config
@@ -53,7 +53,7 @@ def unstacked(program: Any, tree: Any) -> dict[str, Any]:
 def reference(program: Any) -> Any:
     """The same optimizer by optax, for `unstacked` parameters."""
     config, options = program.config, program.config.optimizer
-    schedule = make_schedule(options, config.training.steps)
+    schedule = make_learning_rate(options, config.training.steps)
     records = {record.name: record for record in jax.tree.leaves(program.trainable_records)}
     of = lambda names: {name: records[name.rpartition("/")[0]] for name in names}  # noqa: E731
     decay = optax.add_decayed_weights(

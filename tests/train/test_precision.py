@@ -71,7 +71,7 @@ def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_pa
     leaves = jax.tree_util.tree_leaves_with_path(ended.optimizer)
     counts = {int(leaf) for path, leaf in leaves if "count" in jax.tree_util.keystr(path)}
     assert counts == {good}
-    assert later[-1]["learning_rate"] == float(program.schedule(good - 1))
+    assert later[-1]["learning_rate"] == float(program.learning_rate(good - 1))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_pattern_with_prefetch_skips_the_steps_that_one_device_skips():
     """Also what an overflow leaves in the gradients of one layer only, which the layer below reduces."""
     letters = {"family": "hybrid", "layer_pattern": "(*-)x4", "num_layers": 8, "global_batch_size": 8} | HALF
     program = program_of("4x2", **letters, zero=3, microbatch_size=1)
-    assert Plan.of(program.config, program.shape).prefetches(program.config.model)
+    assert Plan.of(program.config, program.mesh_shape).prefetches(program.config.model)
     _, found = run_steps(program, 12)
     _, expected = run_steps(program_of("1x1", **letters), 12)
     assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]

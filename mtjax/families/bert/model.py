@@ -98,6 +98,7 @@ class Encoder(nnx.Module):
             )
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        """Computes what every layer reads: keys, the padding mask [batch, seq], and the rotation of positions."""
         length = batch["tokens"].shape[1]
         positions, rotation = local_positions(length), None
         if self.rotary is not None:

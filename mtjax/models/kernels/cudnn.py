@@ -58,6 +58,7 @@ def kernel_of(
 
     # The length of a window is a constant of cuDNN's kernel.
     def of(window: int | None) -> flash.FlashKernel:
+        """Returns the kernel of a window; a window that is not shorter than the sample is none."""
         window = window if window and window < length else None
         if segments is not None:
             return packed.Packed(scale, window, documents_at_most(length), attend_packed)

@@ -73,7 +73,7 @@ class Passage(NamedTuple):
 
     def read(self, state: Float[Array, "b u h n p"]) -> Float[Array, "b s u h p"]:
         """Computes what the tokens read where a state comes in, which has the type of the values."""
-        # XLA for CPUs has no such product of 16-bit types where tokens come before the heads.
+        # XLA: for CPUs it has no such product of 16-bit types where tokens come before the heads.
         of_state = _wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
         return (self.own.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.own.dtype)
 
@@ -115,6 +115,7 @@ def _pass_chunks(
         before = inputs.segments[:, 0]
 
     def block(carry: tuple[Array, Array | None], own: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
+        """Passes the state through the chunks of a block; returns it, and the block's outputs."""
         state, before = carry
         state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
         # [c b u h q p] -> [b c q u h p]

@@ -74,6 +74,7 @@ class Packed:
         groups = inputs[1].shape[2]
 
         def packed(inputs: tuple[Array, Array, Array], out: Array, statistics: Array, gradient: Array) -> tuple:
+            """Runs the backward kernel on saved arrays; returns the gradients of query, key and value."""
             query, key, value = (_repeated(a, inputs[0].shape[2]) for a in inputs)
             # As in `Differentiable.backward`: the saved arrays replace the results of the forward kernel.
             recomputed, vjp = jax.vjp(self._packed(lengths, starts), query, key, value)

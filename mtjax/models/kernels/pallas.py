@@ -258,6 +258,7 @@ def _forward(
     query = sizes.load(query_ref, 0, sizes.width)
 
     def add(keys: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Adds a block of keys to the weighted values [block, value_width], largest scores and sums [block]."""
         mixed, largest, total = carry
         scores = sizes.probabilities(query, sizes.load(key_ref, keys, sizes.width), (block, keys), more.segments)
         new = jnp.maximum(largest, scores.max(1))
@@ -316,6 +317,7 @@ def _backward_of_keys(
     count = sizes.blocks - first
 
     def add(step: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds what a block of queries of a head contributes to the gradients of a block of keys and values."""
         d_key, d_value = carry
         head, queries = lax.div(step, count), first + lax.rem(step, count)
         query = sizes.load(query_ref, queries, sizes.width, head)

@@ -89,6 +89,7 @@ def named_softmax_with_sinks(
 
 @named_softmax_with_sinks.defjvp
 def _softmax_with_sinks_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Computes the probabilities, [batch, heads, queries, keys], and their derivative along `tangents`."""
     probabilities = checkpoint_name(softmax_with_sinks(primals[0], primals[1][:, None, None]), ATTENTION_CORE)
     slope = probabilities * tangents[0]
     # The sink has the rest of the probability, and no value.

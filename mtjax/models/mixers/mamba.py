@@ -81,6 +81,7 @@ class Mamba(RecurrentMixer):
     def _scan(
         self, inputs: ScanInputs, a: Array, state: Array | None = None, before: Array | None = None
     ) -> tuple[Array, Array]:
+        """Runs the scan over each sample; returns [batch, seq, groups, heads, width] and the last state."""
         heads = ssm_heads(self.model) // num_shards("heads")
         at_once = chunks_at_once(self.model, inputs.x.shape[0], heads)
         with jax.named_scope("scan"):

@@ -30,6 +30,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 def _attention(model: Model) -> type[Mixer]:
+    """Selects the class of self-attention: latent, with an output gate, or plain; each with adapters or without."""
     is_adapted = bool(adapters_of(model, "attention"))
     if model.kv_lora_rank:
         return _late("adapted_latent:AdaptedLatentAttention" if is_adapted else "latent_attention:LatentAttention")

@@ -33,16 +33,17 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
     """
     if config.parallel.mesh == AUTO:
         return 1
-    shape = parse_mesh(config.parallel.mesh)
-    size = shape.size
+    mesh_shape = parse_mesh(config.parallel.mesh)
+    size = mesh_shape.size
     if size <= MAX_CPU_DEVICES or several_expected(config.parallel, environment) or has_gpu():
         return 1
     for count in range(2, MAX_PROCESSES + 1):
         if size % count == 0 and size // count <= MAX_CPU_DEVICES:
             return count
     raise UserError(
-        f"mesh {shape} has {size} devices, which up to {MAX_PROCESSES} processes of at most {MAX_CPU_DEVICES} virtual "
-        f"CPU devices can't provide: use another mesh, or only inspect the program: mtjax inspect --mesh {shape}"
+        f"mesh {mesh_shape} has {size} devices, which up to {MAX_PROCESSES} processes of at most {MAX_CPU_DEVICES} "
+        f"virtual CPU devices can't provide: use another mesh, or only inspect the program: "
+        f"mtjax inspect --mesh {mesh_shape}"
     )
 
 

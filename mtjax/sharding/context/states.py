@@ -93,6 +93,7 @@ def _gathered_forward(axes: Axes, x: Array) -> tuple[Array, None]:
 
 
 def _gathered_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
+    """Reduce-scatters the gradient of every rank's copies, [ranks, ...], to that of this rank's array, [...]."""
     partition = jax.typeof(gradient).sharding.spec
 
     def scatter(every: Array) -> Array:
@@ -127,6 +128,7 @@ def _passed(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> Array:
 
 
 def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> tuple[Array, Array]:
+    """Computes the states that come into this rank's pieces, [2b u h n p]; saves the maps of its heads."""
     partition = jax.typeof(leaves).sharding.spec
 
     def passed(own: Array) -> tuple[Array, Array]:
@@ -137,6 +139,7 @@ def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> t
 
 
 def _passed_backward(axes: Axes, _: jax.typing.DTypeLike, maps: Array, gradient: Array) -> tuple[Array]:
+    """Computes the gradient of `leaves`, [2b u h n p+n], from that of the states, [2b u h n p]."""
     partition = jax.typeof(gradient).sharding.spec
 
     def passed(maps: Array, own: Array) -> Array:

@@ -86,8 +86,8 @@ class PrefetchLoop:
     def unreduced(self, gradients: list[Any]) -> list[Array]:
         """Returns a layer's local gradients as slots hold them: in their own type, or in the reduction's if it has
         fewer bits. Frozen parameters have none."""
-        # In float32 XLA would copy them in each iteration: the reduction reads the slot of one layer while the backward
-        # pass of the next writes it. Cast by the reduction, they are read before.
+        # XLA: in float32 it would copy them in each iteration, as the reduction reads the slot of one layer while the
+        # backward pass of the next writes it. Cast by the reduction, they are read before.
         whole = [g if isinstance(g, Array) else g.carrier for g in gradients]
         of_layer = zip(self.communicated, whole, self.is_trainable, strict=True)
         return [_narrow(gradient, like.reduction.comm_dtype) for like, gradient, is_trained in of_layer if is_trained]

@@ -142,6 +142,7 @@ def _run(
 def _run_forward(
     program: _Program, x: Array, own: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
 ) -> tuple[Any, Any]:
+    """Runs all layers; saves what their backward passes read, perhaps with the last one's gathered parameters."""
     shared = LayerConstants(constants, inputs.others)
     x, states, saved, last = _forward(program, x, shared, inputs.stacks, saves=True)
     return (x, states), (saved, last if program.saves_last else [], constants, inputs)
@@ -153,6 +154,7 @@ def _forward(
     """Returns the output, the states, what the backward passes read, and the gathered parameters of the last layer."""
 
     def iteration(loop_index: int, carry: Any, index: Any) -> tuple[Any, Any]:
+        """Runs the layers of one repetition of a loop's letters, and gathers the layer that follows each."""
         (x, gathered), states, saved = carry, [], []
         places = program.places(loop_index, index)
         following = [*places[1:], program.above(loop_index, index)]
@@ -181,11 +183,10 @@ def _forward(
 
 
 def _index_after(known: tuple[Array, list[Array]], place: _Place) -> tuple[tuple[Array, list[Array]], Array]:
-    """Returns `known`, and the index of a layer, which XLA can't begin to gather before it has computed `known`: what
-    the layer before reads."""
-    # Otherwise XLA would gather all layers of an iteration at its beginning, and outside loops gather a layer once for
-    # both passes, and hold all layers in full. And it would gather two neighbouring layers in one all-gather, if none
-    # depended on the other.
+    """Returns `known`, which the layer before reads, and the index of a layer that is to be gathered after it."""
+    # XLA: without the barrier, it would gather all layers of an iteration at its beginning, and outside loops gather a
+    # layer once for both passes, and hold all layers in full. And it would gather two neighbouring layers in one
+    # all-gather, if none depended on the other.
     return lax.optimization_barrier((known, jnp.asarray(place.index)))
 
 
@@ -218,6 +219,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     shared, stacks = LayerConstants(constants, inputs.others), inputs.stacks
 
     def iteration(loop_index: int, carry: _Passed, scanned: Any) -> tuple[_Passed, None]:
+        """Runs the backward passes of one repetition of a loop's letters, from the last to the first."""
         index, vjps, states = scanned
         places, above, states = program.places(loop_index, index), program.above(loop_index, index), list(states)
         lower = [program.below(loop_index, places[0], index), *places[:-1]]
@@ -232,7 +234,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     for loop_index in reversed(range(len(loops))):
         scanned = (saved[loop_index], state_cotangents[loop_index])
         if loops[loop_index].times > 1:
-            # Only the stacks of this loop: XLA would copy the others, too.
+            # XLA: it would copy the stacks of other loops, too.
             sums = carry.sums
             carry = carry._replace(sums={letter: sums[letter] for letter in dict.fromkeys(loops[loop_index].unit)})
             scanned = (jnp.arange(loops[loop_index].times), *scanned)
@@ -275,13 +277,13 @@ def _layer_backward(
     found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
     gradient, waiting, of_resident, of_shared = found
     if below is not None and index is not None:
-        # XLA runs one collective at a time over these ranks. If the gather were ready when the layer begins, XLA would
+        # XLA: one collective runs at a time over these ranks. If the gather were ready when the layer begins, XLA would
         # wait for the reduction first, with nothing computed meanwhile; so the gather also waits for the first matrix's
         # gradient.
         known = [*(array for each in reduced.values() for array in each.prefetched), *own.earliest(waiting)]
         index = after(known, index) if known and is_tensor_parallel() else index
         under = program.letters[below.letter].gather(stacks[below.letter], index)
-    # The end of a layer, as that of an iteration: XLA would compute gradients of matrices after other layers, and
+    # XLA: the end of a layer, as that of an iteration. It would compute gradients of matrices after other layers, and
     # reduce those of two neighbouring layers together.
     gradient, waiting, reduced = barrier((gradient, waiting, reduced))
     sums |= reduced

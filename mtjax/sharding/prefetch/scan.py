@@ -266,7 +266,7 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     """
     vjp, shards, index = residuals
     (gradient, slots, accumulators), state_cotangent = cotangents
-    # Neither of these two collectives depends on this layer's backward pass, so XLA can overlap them with it.
+    # XLA: neither of these two collectives depends on this layer's backward pass, so both can overlap with it.
     accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)
     # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would begin with the
     # gather, and wait for it before it sends gradients; without them it hides both, and this order would wait.

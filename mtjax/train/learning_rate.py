@@ -24,7 +24,7 @@ def _cosine(ratio: Ratio) -> jax.Array:
     return (1.0 + jnp.cos(jnp.pi * ratio)) / 2
 
 
-SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
+DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "constant": jnp.ones_like,
     "linear": _linear,
     "cosine": _cosine,
@@ -34,7 +34,7 @@ SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
 """Shape of a decay from 1 to 0, as a function of the fraction of its steps that is over."""
 
 
-def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
+def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
     """Builds the learning rate schedule, a function of the step, counted from 0.
 
     Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
@@ -60,8 +60,8 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
     peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
     if options.decay_style == "inverse-square-root":
         return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)  # peak x sqrt(warmup / k)
-    first, shape = warmup, options.decay_style
+    first, style = warmup, options.decay_style
     if options.decay_style == "WSD":
         assert options.wsd_decay_steps is not None  # the config is checked
-        first, shape = last - options.wsd_decay_steps, options.wsd_decay_style
-    return lambda k: floor + (peak - floor) * SHAPES[shape](jnp.clip((k - first) / (last - first), 0, 1))
+        first, style = last - options.wsd_decay_steps, options.wsd_decay_style
+    return lambda k: floor + (peak - floor) * DECAYS[style](jnp.clip((k - first) / (last - first), 0, 1))

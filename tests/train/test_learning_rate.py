@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import Optimizer, replace, validate
-from mtjax.train.schedule import make_schedule
+from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.weight_decay import make_weight_decay
 from tests.parity.megatron_core.cases import RATES, SCHEDULES, STEPS, our_settings
 from tests.tiny import tiny_config
@@ -26,7 +26,7 @@ def test_every_update_has_megatrons_rate_and_decay(name):
     config = replace(tiny_config(), **our_settings(name), steps=STEPS)
     validate(config)
     counts = np.arange(STEPS + 2)
-    rate = make_schedule(config.optimizer, STEPS)
+    rate = make_learning_rate(config.optimizer, STEPS)
     np.testing.assert_allclose(rate(counts), TABLE[name]["learning_rate"], rtol=1e-5)
     decay = make_weight_decay(config.optimizer, STEPS)
     found = [float(decay(k)) if callable(decay) else decay for k in counts]
@@ -43,7 +43,7 @@ def test_no_two_rows_of_the_table_are_alike():
 
 def test_the_default_is_the_papers():
     """Warmup over 3k steps, one cosine cycle over the remaining 297k, floor 1e-5 (section 4.2)."""
-    rate = make_schedule(Optimizer(), steps=300_000)
+    rate = make_learning_rate(Optimizer(), steps=300_000)
     assert float(rate(0)) == 0.0
     assert float(rate(1)) == pytest.approx(1.5e-4 / 3000)
     assert float(rate(3000)) == pytest.approx(1.5e-4)
@@ -57,7 +57,7 @@ def test_the_default_is_the_papers():
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_short_warmups(warmup):
-    rate = make_schedule(Optimizer(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=warmup), steps=10)
+    rate = make_learning_rate(Optimizer(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=warmup), steps=10)
     rates = np.asarray(rate(jnp.arange(11)))
     np.testing.assert_allclose(rates[:warmup], [k / max(warmup, 1) for k in range(warmup)], rtol=1e-6)
     assert rates[warmup] == 1.0 and rates[10] == pytest.approx(0.0, abs=1e-7)
@@ -65,5 +65,5 @@ def test_short_warmups(warmup):
 
 
 def test_a_run_that_ends_in_its_warmup_climbs():
-    rate = make_schedule(Optimizer(learning_rate=1.0, warmup_steps=100), steps=10)
+    rate = make_learning_rate(Optimizer(learning_rate=1.0, warmup_steps=100), steps=10)
     np.testing.assert_allclose(rate(jnp.arange(11)), np.arange(11) / 100, rtol=1e-6)
