@@ -116,7 +116,7 @@ ZAMBA2 = {
 CASES = {
     "mamba2": Case("mamba2", base=OF_MAMBA2),
     "mamba2, three taps, limited, tied": Case(
-        "mamba2", {"conv_kernel": 3, "time_step_limit": (0.4, float("inf")), "tie_word_embeddings": True}, OF_MAMBA2
+        "mamba2", {"conv_kernel": 3, "time_step_limit": (0.1, float("inf")), "tie_word_embeddings": True}, OF_MAMBA2
     ),
     "nemotron_h": Case("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-M-M*"}),
     "nemotron_h with experts": Case(
