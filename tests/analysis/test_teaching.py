@@ -54,7 +54,7 @@ def test_a_teacher_lies_on_a_mesh_as_planned(mesh, fields):
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * (4 if "norm" in record.name else c)
         for leaf, record in zip(jax.tree.leaves(placed.restore_target), jax.tree.leaves(placed.records), strict=True)
     )
-    plan = Plan.of(student.config, student.shape, teacher=placed.config.model)
+    plan = Plan.of(student.config, student.mesh_shape, teacher=placed.config.model)
     assert teaching.weight_bytes(plan) == held
     anatomy = anatomy_of(student.config.model)
     memory, step = (stage_memory(anatomy, dataclasses.replace(plan, teacher=t)) for t in (plan.teacher, None))
@@ -75,9 +75,9 @@ def test_a_teacher_s_forward_pass_is_as_planned():
     text, stats = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and stats is not None
 
-    plan = Plan.of(student.config, student.shape, teacher=placed.config.model)
+    plan = Plan.of(student.config, student.mesh_shape, teacher=placed.config.model)
     flops = student.config.training.global_batch_size * teaching.teacher_flops(plan)
-    assert count_flops(parse(text)) * student.shape.size == pytest.approx(flops, rel=1e-9)
+    assert count_flops(parse(text)) * student.mesh_shape.size == pytest.approx(flops, rel=1e-9)
     memory = stage_memory(anatomy_of(student.config.model), plan)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(lessons.parameters))
     whole = held + stats.output_size_in_bytes + stats.temp_size_in_bytes
