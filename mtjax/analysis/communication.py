@@ -61,6 +61,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
         plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
+        plan.joins_parallel or not anatomy.model.shared_expert_size,
         (gathered_types(anatomy.model, plan), _type_of_matrix_gradients(plan)),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
@@ -81,6 +82,7 @@ def _contract(
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
     joins: bool,
+    joins_shared: bool,
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
@@ -96,6 +98,7 @@ def _contract(
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
         across=across,
         expert_dispatch=expert_dispatch,
+        joins_shared=joins_shared,
     )
     outside = ((part, replace(ends, is_frozen=anatomy.is_frozen(part))) for part in anatomy.outside)
     lines = [line for part, stream in outside for line in part.collectives(stream)]

@@ -210,8 +210,8 @@ class Experts(Part):
             lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings))
         learns = self.rank > 0 or not self.is_frozen
         if self.shared:
-            # XLA: with adapters between them, it does not add the shared expert's sums to the experts'.
-            is_apart = stream.split or self.rank > 0
+            # XLA: with adapters between them, or on CPUs, it does not add the shared expert's sums to the experts'.
+            is_apart = stream.split or self.rank > 0 or not stream.joins_shared
             lines += sublayer_collectives(stream, "the shared expert", learns=learns) if is_apart else []
             lines += adapter_collectives(stream, "the shared expert", self.inputs, self.rank)
         if stream.split:
@@ -237,7 +237,7 @@ class Experts(Part):
 
 def tensor_collectives(stream: ResidualStream) -> list[Expectation]:
     """Returns a sublayer's collectives without sequence parallelism, and the all-reduce of the gates' gradients."""
-    # XLA: adds a shared expert's output to the experts' before the all-reduce.
+    # XLA: on GPUs, it adds a shared expert's output to the experts' before the all-reduce.
     times, why = stream.input_gradients, "gradients of gates"
     line = over_model(LAYER_BACKWARD, "all-reduce", times, ROUTES, why, dtype="float32")
     return [*sublayer_collectives(stream, "the experts"), line]

@@ -251,6 +251,9 @@ class ResidualStream:
     """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"
     """The collective that brings tokens to the experts of other ranks."""
+    joins_shared: bool = True
+    """Whether a shared expert's output is added to the other experts' before the ranks reduce both, and likewise its
+    input gradient."""
 
     @property
     def elements(self) -> str:
