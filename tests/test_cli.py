@@ -182,7 +182,15 @@ WRONG = {
 }
 
 
-ONLY_IN_HELP_ALL = ("--bias", "--no-bias", "--attention-window", "--norm ", "--rampup-batch-size", "--decay-steps")
+ONLY_IN_HELP_ALL = (
+    "(--overlap)",
+    "--bias",
+    "--no-bias",
+    "--attention-window",
+    "--norm ",
+    "--rampup-batch-size",
+    "--decay-steps",
+)
 
 
 def help_that_lists(sentence: str) -> str:
