@@ -37,6 +37,7 @@ from mtjax.analysis.parts.part import (
     linear,
     over_model,
     weight,
+    weights_of,
 )
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
@@ -48,7 +49,7 @@ from mtjax.analysis.parts.sublayer import (
 from mtjax.config import Model
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
-from mtjax.layout.weights import expert_products, mlp_products
+from mtjax.layout.weights import expert_biases, expert_products, mlp_products, router_weights, shared_gate
 
 
 @dataclass(frozen=True)
@@ -99,21 +100,16 @@ class Experts(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed = {"embed": self.hidden}
         sizes = expert_products(self.hidden, self.inner, self.count, is_gated=self.is_gated)
         weights = self.norm.weights("experts", self.hidden)
-        weights.append(weight("experts.router.weight", {**embed, "routes": self.count}))
+        biases = {"bias": self.router_bias, "linear_bias": self.router_linear_bias}
+        weights += weights_of(router_weights(self.hidden, self.count, **biases), "experts.router.")
         for name, each in sizes.items():
             weights += linear(f"experts.{name}", *each, bias=False, rank=self.rank)
-        if self.router_bias:
-            weights.append(weight("experts.router.bias", {"routes": self.count}))
-        if self.router_linear_bias:
-            weights.append(weight("experts.router.linear_bias", {"routes": self.count}))
         if self.bias:
-            weights.append(weight("experts.up.bias", {"expert": self.count, **sizes["up"].outputs}))
-            weights.append(weight("experts.down.bias", {"every_expert": self.count, **embed}))
+            weights += [weight(f"experts.{name}.bias", bias) for name, bias in expert_biases(sizes).items()]
         if self.shared_gate:
-            weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
+            weights.append(weight("experts.shared_gate.weight", shared_gate(self.hidden)))
         shared = mlp_products(self.hidden, self.shared, is_gated=self.is_gated) if self.shared else {}
         for name, each in shared.items():
             weights += linear(f"experts.shared.{name}", *each, bias=False, rank=self.rank)

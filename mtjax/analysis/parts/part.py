@@ -42,6 +42,11 @@ def weight(name: str, sizes: Mapping[str, int]) -> Weight:
     return Weight(name, tuple(sizes), tuple(sizes.values()))
 
 
+def weights_of(declared: Mapping[str, Mapping[str, int]], prefix: str = "") -> list[Weight]:
+    """Builds the weights of a declaration in `mtjax.layout.weights`: name -> dimensions."""
+    return [weight(f"{prefix}{name}", sizes) for name, sizes in declared.items()]
+
+
 def linear(
     name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True, rank: int = 0
 ) -> list[Weight]:
