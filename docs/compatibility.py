@@ -124,6 +124,12 @@ def refused() -> Iterator[tuple[Feature, Feature, str]]:
             yield one, other, reason
 
 
+_OF_DOCUMENTS = (
+    f"ask for it with --attention cudnn; for {FEWEST_PACKED:,} to {MOST_PACKED:,} tokens, heads of 64 or 128 and no "
+    "windows it is the default on Hopper"
+)
+
+
 def without_flash_attention() -> Iterator[tuple[Feature, str]]:
     """Yields the features with which a run has no flash attention on an H100 by default, with the reason."""
     for feature in FEATURES:
@@ -132,7 +138,7 @@ def without_flash_attention() -> Iterator[tuple[Feature, str]]:
             _, reason = choose_kernel(replace(config, attention="cudnn"), "gpu", mesh=parse_mesh(mesh))
             yield (
                 feature,
-                reason or f"outside of {FEWEST_PACKED:,} to {MOST_PACKED:,} tokens ask for it: --attention cudnn",
+                reason or _OF_DOCUMENTS,
             )
 
 
@@ -212,7 +218,7 @@ On H100 GPUs flash attention is used except with:
 {slow}
 ## How each was checked
 
-GPT, Llama and FP8 have trained for some steps on one H100 and one H200, GPT in FP8 and hybrid models for 1,000. The
+GPT and Llama have trained for some steps on one H100 and one H200, GPT in FP8 and hybrid models for 1,000. The
 gradients of other features were compared with the CPU's ([results](../gpu.md#results)); no mesh of several GPUs has
 run. Tests on
 CPUs compare the losses and gradients of a mesh with those of one device, or with another implementation; tests of

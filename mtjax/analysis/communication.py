@@ -60,7 +60,10 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
-        plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
+        (  # of parallel sublayers, and of routed and shared experts
+            plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
+            plan.joins_parallel or not anatomy.model.shared_expert_size,
+        ),
         (gathered_types(anatomy.model, plan), _type_of_matrix_gradients(plan)),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
@@ -80,10 +83,10 @@ def _contract(
     wire: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
-    joins: bool,
+    joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
+    """`pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: whether XLA adds outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,
@@ -96,18 +99,18 @@ def _contract(
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
         across=across,
         expert_dispatch=expert_dispatch,
+        joins_shared=joins[1],
     )
     outside = ((part, replace(ends, is_frozen=anatomy.is_frozen(part))) for part in anatomy.outside)
     lines = [line for part, stream in outside for line in part.collectives(stream)]
     for stack, part in anatomy.layer_parts():
-        needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         ahead = f"2*{turns}" if pipeline == "recomputed" else turns
         inside = replace(ends, turns=turns, forward_turns=ahead, unstacked=unrolled)
         inside = replace(inside, gathers=types[0], matrix_gradients=types[1])
-        reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
-        reads["is_frozen"] = anatomy.is_frozen(part, stack)
-        reads |= stack.joined(part) if joins else {}
+        reads = {"needed_again": part not in stack.unread or not drops_last}
+        reads |= {"learns_before": anatomy.learns_before(stack, part), "is_frozen": anatomy.is_frozen(part, stack)}
+        reads |= stack.joined(part) if joins[0] else {}
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
@@ -121,11 +124,11 @@ def _contract(
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
-        same = [axis for axis in group if axis not in layout.rules.expert]
+        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)
         turns = "ticks" if pipeline else "microbatches"
-        of_experts = over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, anatomy.model.expert_bias)
+        of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
-        lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
+        lines += expert_lines(anatomy, layout.zero, wire, same)
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
 

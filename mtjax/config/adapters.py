@@ -59,6 +59,17 @@ def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: i
     return {**inputs, **stacked, RANK: rank}, {**experts, **stacked, RANK: rank, **others}
 
 
+def joint_adapter_sizes(inputs: int, rank: int, outputs: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Returns the dimensions of A and of each B where several products of the hidden states have one A, by name.
+
+    Args:
+      inputs: width of the hidden states.
+      rank: of the adapter.
+      outputs: name of a B -> the outputs of its product.
+    """
+    return {"a": {"embed": inputs, RANK: rank}, **{name: {RANK: rank, **sizes} for name, sizes in outputs.items()}}
+
+
 def is_trainable(model: Model, name: str) -> bool:
     """Returns whether the parameter of this dotted name is trained: with LoRA adapters and a task's head, of a Retro
     what `retro_frozen` leaves, else all."""

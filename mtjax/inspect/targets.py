@@ -17,7 +17,7 @@ from mtjax.analysis import target as server_files
 from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.errors import UserError, install_extra
 from mtjax.layout.mesh import MeshShape
-from mtjax.runtime.devices import MAX_CPU_DEVICES, attach_devices, has_gpu
+from mtjax.runtime.devices import MAX_CPU_DEVICES, attach_devices, has_gpu, use_gpu_memory
 from mtjax.sharding.mesh import make_mesh
 
 CPU = "cpu"
@@ -99,6 +99,7 @@ def attached_server() -> Server:
         raise UserError(
             "--target attached compiles for the GPUs of this machine, and there are none; use h100x8 or cpu"
         )
+    use_gpu_memory()
     device = jax.devices()[0]
     gpu = by_device_kind(device.device_kind)
     if gpu is None:

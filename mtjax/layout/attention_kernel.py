@@ -23,9 +23,10 @@ HOPPER: Capability = (9, 0)
 AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
-FEWEST_PACKED, MOST_PACKED = 2048, 8192
-"""Tokens of the samples in which `auto` takes cuDNN's kernel for documents: shorter ones often have more of them than
-`documents_at_most`, and what it saves for the backward pass grows with the square of the sample."""
+FEWEST_PACKED, MOST_PACKED, PACKED_WIDTHS = 2048, 8192, (64, 128)
+"""Tokens of the samples, multiples of 64, and heads for which `auto` takes cuDNN's kernel for documents: shorter
+samples often have more of them than `documents_at_most`, and what it saves for the backward pass grows with the square
+of the sample."""
 LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
 """Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
 time (docs/notes/speed.md)."""
@@ -148,8 +149,14 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
     is_windowed = any(windowed_layers(config.model))
     # Compared on an H100 for up to 8 documents in 2,048 tokens and heads of 128 (docs/gpu.md).
-    is_compared = capability == HOPPER and FEWEST_PACKED <= tokens <= MOST_PACKED and width <= 128 and not is_windowed
-    if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_compared:
+    is_chosen = (
+        capability == HOPPER
+        and tokens in range(FEWEST_PACKED, MOST_PACKED + 1, PALLAS_BLOCK)
+        and width in PACKED_WIDTHS
+        and not is_windowed
+        and config.finetuning.task != "chat"  # short conversations are often more than `documents_at_most`
+    )
+    if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_chosen:
         yield "its mask at document boundaries must be asked for"
     if is_windowed and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
@@ -188,11 +195,13 @@ def _not_pallas(config: Config, platform: str, capability: Capability, context: 
 
 
 def _gains_by_pallas(config: Config, platform: str, capability: Capability, context: int) -> bool:
-    """Returns whether `auto` takes the kernel `pallas` for its dropout: only what was measured (docs/gpu.md)."""
+    """Returns whether `auto` takes the kernel `pallas` for its dropout: for heads and GPUs that were measured
+    (docs/gpu.md)."""
     model = config.model
     was_measured = (
         capability == HOPPER
         and is_decoder(model)
+        and model.sequence_length <= LONGEST_WHOLE
         and head_dim(model) == MEASURED_WIDTH
         and model.num_kv_heads in (None, model.num_heads)
         and not config.data.reset_attention_mask

@@ -84,8 +84,8 @@ class Plan:
     attention_dropout: bool | None = None
     """Whether attention probabilities have dropout; the value of `dropout` when None."""
     joins_parallel: bool = True
-    """Whether the compiler adds the outputs of a parallel layer's sublayers before it reduces them over tensor parallel
-    ranks, and their input gradients: on GPUs."""
+    """Whether the compiler adds the outputs of a parallel layer's sublayers, and those of routed and shared experts,
+    before it reduces them over tensor parallel ranks, and their input gradients: on GPUs."""
     adapter_dropout: bool = False
     """Whether the inputs of LoRA adapters have dropout."""
     label_smoothing: bool = False

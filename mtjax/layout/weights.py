@@ -1,4 +1,4 @@
-"""The weights of layers: their names and the names and sizes of their dimensions, which models draw and the analysis
+"""The weights of models: their names and the names and sizes of their dimensions, which models draw and the analysis
 counts."""
 
 from collections.abc import Mapping
@@ -23,6 +23,43 @@ class ProductSizes(NamedTuple):
         return {**self.inputs, **self.outputs}
 
 
+def embedding_weights(
+    width: int, *, rows: int = 0, positions: int = 0, token_types: int = 0
+) -> dict[str, dict[str, int]]:
+    """Returns the dimensions of tables with a vector for each row of the vocabulary, position or token type, by name;
+    of none whose number is 0."""
+    counts = {"embedding": {"vocab": rows}, "positions": {"positions": positions}}
+    counts["token_types"] = {"token_types": token_types}
+    return {name: {**count, "embed": width} for name, count in counts.items() if any(count.values())}
+
+
+def output_weights(rows: int, width: int) -> dict[str, Sizes]:
+    """Returns the dimensions of a table of its own for the output, and of the bias of logits, by name."""
+    return {"output": embedding_weights(width, rows=rows)["embedding"], "output_bias": {"vocab": rows}}
+
+
+def relative_table(buckets: int, heads: int) -> Sizes:
+    """Returns the dimensions of the table of relative positions."""
+    return {"buckets": buckets, "heads": heads}
+
+
+def replicated_product(inputs: int, outputs: int, *, sources: int = 0) -> ProductSizes:
+    """Returns a product that every tensor parallel rank computes entirely, of so many vectors side by side, or of one.
+
+    Its outputs are named `features`, also where they are hidden states: a weight has `embed` once.
+    """
+    stacked = {"sources": sources} if sources else {}
+    return ProductSizes({**stacked, "embed": inputs}, {"features": outputs})
+
+
+def head_products(width: int, classes: int = 0) -> dict[str, ProductSizes]:
+    """Returns the products of heads other than the output table, by name; `classes` is the number of logits of a
+    classifier."""
+    dense, embed = replicated_product(width, width), {"embed": width}
+    logits = {"classifier": {"classes": classes}, "spans": {"classes": 2}}
+    return {"dense": dense, "pooler": dense, **{name: ProductSizes(embed, sizes) for name, sizes in logits.items()}}
+
+
 def mlp_products(hidden: int, inner: int, *, is_gated: bool) -> dict[str, ProductSizes]:
     """Returns an MLP's products, by name; a gated one has one for gate and up."""
     embed, mlp, gate = {"embed": hidden}, {"mlp": inner}, {"gate": 2} if is_gated else {}
@@ -33,6 +70,27 @@ def expert_products(hidden: int, inner: int, count: int, *, is_gated: bool) -> d
     """Returns the products of all experts, by name: those of an MLP each."""
     each, of_mlp = {"expert": count}, mlp_products(hidden, inner, is_gated=is_gated)
     return {name: ProductSizes({**each, **sizes.inputs}, sizes.outputs) for name, sizes in of_mlp.items()}
+
+
+def expert_biases(products: Mapping[str, ProductSizes]) -> dict[str, Sizes]:
+    """Returns the dimensions of the biases of `expert_products`, by the product's name: every rank has all of the last
+    product's, which it adds to its own tokens."""
+    up, down = products["up"], products["down"]
+    count = up.inputs["expert"]
+    return {"up": {"expert": count, **up.outputs}, "down": {"every_expert": count, **down.outputs}}
+
+
+def router_weights(hidden: int, count: int, *, bias: bool, linear_bias: bool) -> dict[str, Sizes]:
+    """Returns the dimensions of a router's parameters, by name; `bias` is for one that affects the choice alone,
+    `linear_bias` for one of the logits."""
+    routes = {"routes": count}
+    biases = {"bias": routes} if bias else {}
+    return {"weight": {"embed": hidden, **routes}, **biases, **({"linear_bias": routes} if linear_bias else {})}
+
+
+def shared_gate(hidden: int) -> Sizes:
+    """Returns the dimensions of the weight of a shared expert's gate."""
+    return router_weights(hidden, 1, bias=False, linear_bias=False)["weight"]
 
 
 def attention_products(hidden: int, num_heads: int, kv_heads: int, head_dim: int) -> dict[str, ProductSizes]:
@@ -57,6 +115,13 @@ def cross_products(hidden: int, num_heads: int, head_dim: int) -> dict[str, Prod
         "key_value": ProductSizes(embed, {"kv": 2, **heads}),
         "output": ProductSizes(heads, embed),
     }
+
+
+def block_products(hidden: int, num_heads: int, head_dim: int) -> dict[str, ProductSizes]:
+    """Returns the products of a shared block's attention, by name, which reads two vectors of the width of hidden
+    states, side by side; a layer's own adapter of query, key and value has the inputs and outputs of theirs."""
+    qkv, output = (attention_products(width, num_heads, num_heads, head_dim) for width in (2 * hidden, hidden))
+    return {"qkv": qkv["qkv"], "output": output["output"]}
 
 
 def latent_products(

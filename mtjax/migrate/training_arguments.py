@@ -165,15 +165,13 @@ _MEMORY = (
     equal(
         "--attention-backend",
         "--attention auto",
-        "flash and fused are auto: flash attention if attention dropout is 0; with --reset-attention-mask cudnn (Hopper"
-        " and Blackwell); unfused and local are xla",
+        "flash and fused are auto; with --reset-attention-mask cudnn (Hopper and Blackwell); unfused and local are xla",
         default="auto",
     ),
     equal(
         "--use-flash-attn",
         "--attention auto",
-        "flash attention if attention dropout is 0, or with --attention pallas; with --reset-attention-mask use"
-        " --attention cudnn (Hopper and Blackwell)",
+        "auto takes flash attention for most models; --attention pallas or cudnn asks for it",
         default=False,
     ),
 )

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import embedding_width, padded_vocab_size
+from mtjax.layout.weights import embedding_weights
 from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.linear import Linear, normal
 from mtjax.models.project import reshard_sequence
@@ -25,15 +26,14 @@ EMBEDDING_SITE = 2**31 - 1
 
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:
     """Draws a table [vocab, embed] with a row for each token of the padded vocabulary; `std` is init_std when None."""
-    sizes = {"vocab": padded_vocab_size(model), "embed": embedding_width(model)}
-    return normal(key, sizes, model.init_std if std is None else std)
+    sizes = embedding_weights(embedding_width(model), rows=padded_vocab_size(model))
+    return normal(key, sizes["embedding"], model.init_std if std is None else std)
 
 
 def position_table(model: Model, length: int, key: Array) -> nnx.Param | None:
     """Draws a table [positions, embed] of `length` positions; returns None where positions are not learned."""
-    if model.position != "learned":
-        return None
-    return normal(key, {"positions": length, "embed": model.hidden_size}, model.init_std)
+    sizes = embedding_weights(model.hidden_size, positions=length)["positions"]
+    return normal(key, sizes, model.init_std) if model.position == "learned" else None
 
 
 def embed_tokens(
@@ -104,9 +104,8 @@ class WithVocabulary(nnx.Module):
 
         Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
         """
-        x, sharding = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
         table, bias, options = self.output_head()
-        weight = table.astype(hidden.dtype)
+        x, weight, sharding = reshard_sequence(hidden, "seq"), table.astype(hidden.dtype), spec("batch", "seq", "vocab")
         # Accumulated in float32, as in the loss: differences of large logits matter.
         products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
         return options.logits(products, bias)

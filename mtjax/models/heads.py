@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, embedding_width, most_masked, padded_vocab_size
+from mtjax.layout.weights import head_products, output_weights
 from mtjax.models.activations import activation_of
 from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
@@ -70,10 +71,9 @@ class MaskedLMHead(nnx.Module):
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         """Draws the parameters; the bias is 0."""
         width = model.hidden_size
-        sizes, bias = ({"embed": width}, {"features": width}), model.head_bias
-        self.dense = Linear(*sizes, std=model.init_std, bias=bias, key=key)
+        self.dense = Linear(*head_products(width)["dense"], std=model.init_std, bias=model.head_bias, key=key)
         self.norm = make_norm(model, dtype)
-        self.bias = constant(0.0, {"vocab": padded_vocab_size(model)})
+        self.bias = constant(0.0, output_weights(padded_vocab_size(model), width)["output_bias"])
         ungated = "gelu" if model.activation in GATED else model.activation
         self.activation = activation_of("gelu_exact" if model.activation == "geglu_exact" else ungated)
 
@@ -91,9 +91,9 @@ class PoolerHead(nnx.Module):
     def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, activation: str = "tanh", key: Array) -> None:
         """Draws the parameters for `outputs` logits; `rate` is that of dropout, `activation` tanh or relu."""
         pooler_key, classifier_key = jax.random.split(key)
-        embed = {"embed": model.hidden_size}
-        self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
-        self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, key=classifier_key)
+        products = head_products(model.hidden_size, outputs)
+        self.pooler = Linear(*products["pooler"], std=model.init_std, key=pooler_key)
+        self.classifier = Linear(*products["classifier"], std=model.init_std, key=classifier_key)
         self.rate = rate
         self.activation = {"tanh": jnp.tanh, "relu": jax.nn.relu}[activation]
 
@@ -119,8 +119,8 @@ class LastTokenHead(nnx.Module):
 
     def __init__(self, model: Model, outputs: int, *, key: Array) -> None:
         """Draws the parameters for `outputs` logits."""
-        embed = {"embed": embedding_width(model)}
-        self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, bias=False, key=key)
+        sizes = head_products(embedding_width(model), outputs)["classifier"]
+        self.classifier = Linear(*sizes, std=model.init_std, bias=False, key=key)
 
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
@@ -141,8 +141,8 @@ class SpanHead(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the parameters."""
-        embed = {"embed": model.hidden_size}
-        self.spans = Linear(embed, {"classes": 2}, std=model.init_std, sequence="act_seq", key=key)
+        sizes = head_products(model.hidden_size)["spans"]
+        self.spans = Linear(*sizes, std=model.init_std, sequence="act_seq", key=key)
 
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]

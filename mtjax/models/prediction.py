@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from mtjax.config import Model
+from mtjax.layout.weights import replicated_product
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
@@ -105,7 +106,7 @@ class Predictor(nnx.Module):
         key = jax.random.fold_in(key, self.layer_number)
         self.embedding_norm, self.hidden_norm = make_norm(model, dtype), make_norm(model, dtype)
         # Replicated over tensor parallel ranks: with sequence parallelism each applies it to its own tokens.
-        sizes = {"sources": 2, "embed": model.hidden_size}, {"features": model.hidden_size}
+        sizes = replicated_product(model.hidden_size, model.hidden_size, sources=2)
         projection_key, layer_key = jax.random.split(key)
         self.projection = Linear(*sizes, std=model.init_std, bias=False, sequence="act_seq", key=projection_key)
         self.layer = Layer(model, dtype, kind=kind, key=layer_key)

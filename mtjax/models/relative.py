@@ -7,6 +7,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
+from mtjax.layout.weights import relative_table
 from mtjax.models.linear import normal
 from mtjax.sharding.axes import spec
 
@@ -16,8 +17,7 @@ class RelativeBias(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the table, [buckets, heads]."""
-        sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
-        self.table = normal(key, sizes, model.init_std)
+        self.table = normal(key, relative_table(model.relative_buckets, model.num_heads), model.init_std)
         self.max_distance = model.relative_max_distance
 
     def __call__(self, length: int, *, is_causal: bool) -> Float[Array, "1 heads seq key_seq"]:

@@ -16,9 +16,10 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.adapters import RANK, LoraConfig, adapters_of
+from mtjax.config.adapters import RANK, LoraConfig, adapters_of, joint_adapter_sizes
 from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
+from mtjax.layout.weights import ProductSizes, block_products, mlp_products, replicated_product
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, scaled
@@ -82,9 +83,8 @@ class BlockAttention(ProjectedSelfAttention):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         super().__init__(_wide(model), output_std=output_std, key=key)
-        heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
-        output_key = jax.random.split(key)[1]
-        self.output = Linear(heads, embed, std=output_std, bias=False, sequence="act_seq", key=output_key)
+        output, output_key = _attention_products(model)["output"], jax.random.split(key)[1]
+        self.output = Linear(*output, std=output_std, bias=False, sequence="act_seq", key=output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `ProjectedSelfAttention.project_in`."""
@@ -109,9 +109,10 @@ class UpAdapter(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws A."""
-        rank = {RANK: model.block_rank}
-        self.a = first_factor({"embed": model.hidden_size, **rank}, model.hidden_size, key)
-        self.b = constant(0.0, {**rank, "gate": 2, "mlp": mlp_size(model)})
+        up = mlp_products(model.hidden_size, mlp_size(model), is_gated=True)["up"]
+        sizes = joint_adapter_sizes(model.hidden_size, model.block_rank, {"b": up.outputs})
+        self.a = first_factor(sizes["a"], model.hidden_size, key)
+        self.b = constant(0.0, sizes["b"])
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 2 mlp"]:
         """Computes what is added to the product."""
@@ -127,24 +128,11 @@ class SharedLayer(Layer):
         super().__init__(model, dtype, kind=kind, key=key)
         self.block = int(kind.rpartition("_")[2]) - 1
         attention_key, mlp_key, projection_key = jax.random.split(jax.random.fold_in(key, _KEY), 3)
-        heads = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
-        low = _LOW._replace(rank=model.block_rank)
-        self.attention_adapter = (
-            Adapter({"embed": 2 * model.hidden_size}, heads, low, key=attention_key)
-            if model.block_attention_adapters
-            else None
-        )
+        qkv, low = _attention_products(model)["qkv"], _LOW._replace(rank=model.block_rank)
+        self.attention_adapter = Adapter(*qkv, low, key=attention_key) if model.block_attention_adapters else None
         self.mlp_adapter = UpAdapter(model, key=mlp_key)
-        width = model.hidden_size
-        # `features`, as a matrix has `embed` once.
-        self.projection = Linear(
-            {"embed": width},
-            {"features": width},
-            std=model.init_std,
-            bias=False,
-            sequence="act_seq",
-            key=projection_key,
-        )
+        sizes = replicated_product(model.hidden_size, model.hidden_size)
+        self.projection = Linear(*sizes, std=model.init_std, bias=False, sequence="act_seq", key=projection_key)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Any
@@ -170,6 +158,11 @@ def _adapter(context: LayerContext, name: str) -> Any:
     """Returns an adapter of the layer that runs a block; None where it has none."""
     assert context.shared is not None
     return getattr(context.shared.layer, name)
+
+
+def _attention_products(model: Model) -> dict[str, ProductSizes]:
+    """Returns the dimensions of the products of a block's attention, by name."""
+    return block_products(model.hidden_size, model.num_heads, head_dim(model))
 
 
 def _wide(model: Model) -> Model:

@@ -5,6 +5,7 @@ from jax import Array
 
 from mtjax.config import Model
 from mtjax.config.sizes import embedding_width
+from mtjax.layout.weights import replicated_product
 from mtjax.models.linear import Linear
 
 NUMBER = 3
@@ -20,4 +21,4 @@ def table_projections(model: Model, key: Array) -> tuple[Linear, Linear]:
 
 
 def _matrix(inputs: int, outputs: int, std: float, key: Array) -> Linear:
-    return Linear({"embed": inputs}, {"features": outputs}, std=std, bias=False, sequence="act_seq", key=key)
+    return Linear(*replicated_product(inputs, outputs), std=std, bias=False, sequence="act_seq", key=key)

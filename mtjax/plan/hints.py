@@ -52,7 +52,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
         why = f"attention_dropout {dropout:g} rules out cuDNN's flash attention, which has no dropout on probabilities"
         options = "--attention-dropout 0"
     elif run.data.reset_attention_mask and _kernel(asked, plan, server) == "cudnn":
-        why = "reset_attention_mask rules out flash attention unless it is asked for"
+        why = "reset_attention_mask rules out flash attention here unless it is asked for"
         options = "--attention cudnn --attention-dropout 0" if dropout else "--attention cudnn"
     else:
         return None

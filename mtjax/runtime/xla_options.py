@@ -62,12 +62,13 @@ MEMORY = (
     XLAOption(
         "xla_gpu_memory_limit_slop_factor",
         112,
-        "in percent, of 80% of the GPU's memory less arguments: temporaries and arguments may take 90% together. XLA "
-        "computes matmuls of a program that takes more again, by its default from 76% on",
+        "in percent, of 80% of the GPU's memory less arguments: temporaries may take 90% of the memory. XLA computes "
+        "matmuls of a program that takes more again, by its default from 76% on",
         "0.10.2, 95 by default",
     ),
 )
-"""On all GPUs. `USABLE_MEMORY` (`mtjax.runtime.devices`) is as much, and so is what the planner's plans may take."""
+"""On compile-only devices. On attached GPUs XLA takes the percentage of jax's share, which is `USABLE_MEMORY`
+(`mtjax.runtime.devices`), and its default stays."""
 UNROLLED = (
     XLAOption(
         "xla_gpu_enable_triton_gemm",
@@ -292,7 +293,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     concurrent = processes > 1 and mesh_shape.has_data_and_tensor and not staged
     prefetches = Plan.of(config, mesh_shape).prefetches(config.model)
     tables = (
-        (MEMORY, True),
+        (MEMORY, _is_compile_only(device)),
         (UNROLLED, bool(config.training.unroll_layers)),
         (FLOAT8, config.training.fp8 != "none"),
         (OVERLAP, parallel.overlap),
@@ -305,6 +306,15 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (SECTIONS, staged and len(sections_of(config.model)) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)
+
+
+def _is_compile_only(device: Any) -> bool:
+    """Returns whether a device of this process is absent, so that it has no memory either."""
+    try:
+        device.memory_stats()
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
 
 
 @cache

@@ -72,11 +72,18 @@ class Distilled(TrainStep):
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """Traces the forward and backward pass as `TrainStep.gradients` does; the two losses by name are unweighted."""
+        """Traces the forward and backward pass as `TrainStep.gradients` does; the two losses by name are unweighted.
+
+        With experts their sum is "loss", which is without the routers' losses.
+        """
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
         share = self.config.finetuning.teacher_weight
         shares = {HARD: 1 - share, SOFT: share}
-        return loss, {name: value / shares[name] for name, value in parts.items() if shares[name]}, gradients
+        # What routers report has the weights of their settings.
+        routed = {name: value for name, value in parts.items() if name not in shares}
+        of_tokens = {"loss": parts[HARD] + parts[SOFT]} if routed else {}
+        unweighted = {name: parts[name] / share for name, share in shares.items() if share}
+        return loss, {**of_tokens, **unweighted, **routed}, gradients
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the student model, and the teacher's output table if the loss needs it."""

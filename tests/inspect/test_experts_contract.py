@@ -40,6 +40,7 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
     [
         GATHER | {"first_dense_layers": 1},
         pytest.param(SPLIT | BIASED | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
+        pytest.param(EXPERTS | {"mesh": "2x2", "shared_expert_size": 64}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
         pytest.param(EXCHANGE | {"first_dense_layers": 1}, marks=pytest.mark.long),
         pytest.param(INTERLEAVED | MANY | {"router_bias": True}, marks=pytest.mark.long),
@@ -52,6 +53,7 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
     ids=[
         "gather, one layer without",
         "split sequences, ZeRO-3",
+        "shared expert, reduced apart",
         "capacity",
         "exchange, one layer without",
         "stages, interleaved, ZeRO-3, many experts",

@@ -67,7 +67,7 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
     """Moments once, 8 bytes a parameter of the device each way, and master weights another time for their copies; none
     of them stay on the device. In layers, arrays are read while others are written. The update divides where it does
     without: XLA may multiply by an inverse instead, which rounds otherwise."""
-    wide: dict[str, Any] = {"num_layers": 6, "compute_dtype": "bfloat16", **settings}
+    wide: dict[str, Any] = {"num_layers": 6, "hidden_size": 512, "compute_dtype": "bfloat16", **settings}
     plain, moments, both = (
         inspect(tiny(offload=kind, **wide), find_target("h100x8"))
         for kind in ("none", "optimizer", "optimizer,parameters")
@@ -82,7 +82,7 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
     assert (memory.parameters, memory.optimizer) == (0, 8)
     assert memory.host == memory.host_writes == of_moments + masters
     assert memory.host_reads == of_moments + 2 * masters
-    assert memory.peak < moments.memory.peak - masters / 4
+    assert memory.peak < moments.memory.peak - masters / 2
     for memory in (moments.memory, both.memory):
         assert 0.99 * memory.host_exposed_formula < memory.host_exposed <= memory.host_exposed_formula
         assert memory.host_exposed < 0.95 * (memory.host_reads + memory.host_writes)

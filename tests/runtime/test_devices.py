@@ -1,5 +1,7 @@
 """mtjax/runtime/devices.py: what jax may take of a GPU."""
 
+import os
+
 import pytest
 from jaxlib import xla_client
 
@@ -10,10 +12,8 @@ from mtjax.runtime.xla_options import MEMORY
 
 @pytest.mark.parametrize("name", [None, *FRACTIONS])
 def test_jax_takes_as_much_of_a_gpu_as_plans_may_unless_the_user_says_otherwise(name, monkeypatch):
-    for each in FRACTIONS:
-        monkeypatch.delenv(each, raising=False)
-    if name:
-        monkeypatch.setenv(name, "0.5")
+    others = {key: value for key, value in os.environ.items() if key not in FRACTIONS}
+    monkeypatch.setattr(os, "environ", others | ({name: "0.5"} if name else {}))
     use_gpu_memory()
     taken = xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"]
     assert taken == (0.5 if name else Space().usable)

@@ -298,11 +298,19 @@ def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch
         ({"attention": "cudnn", "reset_attention_mask": True, "attention_sinks": True}, "gpu", "xla", "no sinks"),
         ({"attention_softcap": 5.0, "sequence_length": 8192, "num_heads": 32}, "gpu", "blocks", None),
         ({"reset_attention_mask": True, "sequence_length": 16384, "num_heads": 2}, "gpu", "blocks", None),
-        ({"reset_attention_mask": True, "sequence_length": 2047}, "gpu", "xla", None),
-        ({"reset_attention_mask": True, "sequence_length": 2048}, "gpu", "cudnn", None),
-        ({"reset_attention_mask": True, "sequence_length": 8192}, "gpu", "cudnn", None),
-        ({"reset_attention_mask": True, "sequence_length": 2048}, "b200", "xla", None),
-        ({"reset_attention_mask": True, "sequence_length": 2048, "attention_window": 16}, "gpu", "xla", None),
+        *(
+            ({"reset_attention_mask": True, "head_dim": 64} | fields, device, kernel, None)
+            for fields, device, kernel in (
+                ({"sequence_length": 2047}, "gpu", "xla"),
+                ({"sequence_length": 2048}, "gpu", "cudnn"),
+                ({"sequence_length": 2049}, "gpu", "xla"),
+                ({"sequence_length": 8192}, "gpu", "cudnn"),
+                ({"sequence_length": 2048}, "b200", "xla"),
+                ({"sequence_length": 2048, "head_dim": 96}, "gpu", "xla"),
+                ({"sequence_length": 2048, "task": "chat"}, "gpu", "xla"),
+                ({"sequence_length": 2048, "attention_window": 16}, "gpu", "xla"),
+            )
+        ),
         ({"attention_window": 16}, "gpu", "cudnn", None),
         ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "xla", "attention_softcap is 5.0"),
         ({"attention": "blocks"}, "cpu", "blocks", None),

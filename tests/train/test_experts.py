@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.teacher import HARD, SOFT
 from mtjax.train.observability.expert_load import describe_load, load_entries
 from tests.same_numbers import assert_same, by_name
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
@@ -289,6 +290,12 @@ def test_steps_are_those_of_one_device(mesh, model, settings):
         assert {-1, 0, 1} >= set(np.unique(np.round(known["biases"] / 0.05))) - {-2, 2}
         assert np.abs(known["biases"]).max() > 0.04
     assert_same(program, program_of("1x1", **model))
+
+
+def test_a_student_s_step_reports_its_routers_beside_both_losses():
+    program = program_of("1x1", **EXPERTS, teacher="a test", teacher_width=24)
+    _, metrics = program.lower_step().out_info
+    assert {"loss", HARD, SOFT, ROUTER_AUX_LOSS, Z_LOSS, LOAD} <= metrics.keys()
 
 
 def test_the_load_in_metrics_and_in_words():

@@ -31,7 +31,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME, documents_at_most
 from mtjax.layout.plan import Plan
-from mtjax.layout.weights import attention_products, cross_products
+from mtjax.layout.weights import attention_products, cross_products, relative_table
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Attention(_Heads):
             heads = {"heads": self.heads, "head_dim": self.head_dim}
             weights += linear("attention.gate", {"embed": self.hidden}, heads, bias=bias, rank=self.rank)
         if self.buckets:
-            weights.append(weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads}))
+            weights.append(weight("attention.relative.table", relative_table(self.buckets, self.heads)))
         sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
         return [*weights, *self._head_norms(), *sinks]
 

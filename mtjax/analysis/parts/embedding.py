@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
-from mtjax.analysis.parts.part import Part, ResidualStream, Weight, norm, over_model, weight
+from mtjax.analysis.parts.part import Part, ResidualStream, Weight, norm, over_model, weight, weights_of
 from mtjax.analysis.parts.sublayer import local_gradient_sums
 from mtjax.analysis.parts.width import final_norm_collectives
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import embedding_weights, relative_table
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Lookup(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+        return weights_of(embedding_weights(self.hidden, rows=self.rows)) if self.owns_table else []
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         elements, why = f"batch*{self.side}sequence*{self.width}", "embeddings from the vocabulary shards"
@@ -57,7 +58,7 @@ class Positions(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("positions", {"positions": self.tokens, "embed": self.hidden})]
+        return weights_of(embedding_weights(self.hidden, positions=self.tokens))
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         why = "gradients of positions"
@@ -77,7 +78,7 @@ class TokenTypes(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
+        return weights_of(embedding_weights(self.hidden, token_types=self.kinds))
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         has_sums = stream.split and self.kinds and not stream.is_frozen
@@ -97,7 +98,7 @@ class RelativeBias(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+        return [weight(f"{self.owner}.relative.table", relative_table(self.buckets, self.heads))]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of float32 biases of all pairs of tokens, computed once for all layers, and the sum of

@@ -37,6 +37,7 @@ from mtjax.analysis.parts.part import (
     linear,
     over_model,
     weight,
+    weights_of,
 )
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
@@ -48,7 +49,7 @@ from mtjax.analysis.parts.sublayer import (
 from mtjax.config import Model
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
-from mtjax.layout.weights import expert_products, mlp_products
+from mtjax.layout.weights import expert_biases, expert_products, mlp_products, router_weights, shared_gate
 
 
 @dataclass(frozen=True)
@@ -99,21 +100,16 @@ class Experts(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed = {"embed": self.hidden}
         sizes = expert_products(self.hidden, self.inner, self.count, is_gated=self.is_gated)
         weights = self.norm.weights("experts", self.hidden)
-        weights.append(weight("experts.router.weight", {**embed, "routes": self.count}))
+        biases = {"bias": self.router_bias, "linear_bias": self.router_linear_bias}
+        weights += weights_of(router_weights(self.hidden, self.count, **biases), "experts.router.")
         for name, each in sizes.items():
             weights += linear(f"experts.{name}", *each, bias=False, rank=self.rank)
-        if self.router_bias:
-            weights.append(weight("experts.router.bias", {"routes": self.count}))
-        if self.router_linear_bias:
-            weights.append(weight("experts.router.linear_bias", {"routes": self.count}))
         if self.bias:
-            weights.append(weight("experts.up.bias", {"expert": self.count, **sizes["up"].outputs}))
-            weights.append(weight("experts.down.bias", {"every_expert": self.count, **embed}))
+            weights += [weight(f"experts.{name}.bias", bias) for name, bias in expert_biases(sizes).items()]
         if self.shared_gate:
-            weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
+            weights.append(weight("experts.shared_gate.weight", shared_gate(self.hidden)))
         shared = mlp_products(self.hidden, self.shared, is_gated=self.is_gated) if self.shared else {}
         for name, each in shared.items():
             weights += linear(f"experts.shared.{name}", *each, bias=False, rank=self.rank)
@@ -210,8 +206,8 @@ class Experts(Part):
             lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings))
         learns = self.rank > 0 or not self.is_frozen
         if self.shared:
-            # XLA: with adapters between them, it does not add the shared expert's sums to the experts'.
-            is_apart = stream.split or self.rank > 0
+            # XLA: with adapters between them, or on CPUs, it does not add the shared expert's sums to the experts'.
+            is_apart = stream.split or self.rank > 0 or not stream.joins_shared
             lines += sublayer_collectives(stream, "the shared expert", learns=learns) if is_apart else []
             lines += adapter_collectives(stream, "the shared expert", self.inputs, self.rank)
         if stream.split:
@@ -237,7 +233,7 @@ class Experts(Part):
 
 def tensor_collectives(stream: ResidualStream) -> list[Expectation]:
     """Returns a sublayer's collectives without sequence parallelism, and the all-reduce of the gates' gradients."""
-    # XLA: adds a shared expert's output to the experts' before the all-reduce.
+    # XLA: on GPUs, it adds a shared expert's output to the experts' before the all-reduce.
     times, why = stream.input_gradients, "gradients of gates"
     line = over_model(LAYER_BACKWARD, "all-reduce", times, ROUTES, why, dtype="float32")
     return [*sublayer_collectives(stream, "the experts"), line]

@@ -4,11 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LOSS_BACKWARD, LOSS_FORWARD, PARAMETERS, Expectation
-from mtjax.analysis.parts.part import Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
+from mtjax.analysis.parts.part import (
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    linear,
+    norm,
+    over_model,
+    weight,
+    weights_of,
+)
 from mtjax.analysis.parts.sublayer import local_gradient_sums
 from mtjax.config import Model
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import head_products, output_weights
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,9 @@ class OutputProjection(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        table = [weight("output", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
-        return [*table, *([weight("output_bias", {"vocab": self.rows})] if self.bias else [])]
+        declared = output_weights(self.rows, self.hidden)
+        has = {"output": self.owns_table, "output_bias": self.bias}
+        return weights_of({name: sizes for name, sizes in declared.items() if has[name]})
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.rows / tensor_degree)]
@@ -65,7 +77,7 @@ class OutputProjection(Part):
 
 def teacher_table(model: Model, width: int) -> Weight:
     """Returns the output table of a teacher with hidden states of this width, which the distillation loss reads."""
-    return weight("teacher.teacher_table", {"vocab": padded_vocab_size(model), "embed": width})
+    return weight("teacher.teacher_table", output_weights(padded_vocab_size(model), width)["output"])
 
 
 def teacher_lines(ranks: str) -> list[Expectation]:
@@ -91,8 +103,8 @@ class MaskedOutput(OutputProjection):
 
     @property
     def weights(self) -> list[Weight]:
-        dense = linear("head.dense", {"embed": self.hidden}, {"features": self.hidden}, bias=self.has_bias)
-        bias = weight("head.bias", {"vocab": self.rows})
+        dense = linear("head.dense", *head_products(self.hidden)["dense"], bias=self.has_bias)
+        bias = weight("head.bias", output_weights(self.rows, self.hidden)["output_bias"])
         return [*dense, *norm("head.norm", self.norm, self.hidden), bias, *super().weights]
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
@@ -145,10 +157,9 @@ class OneToken(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed = {"embed": self.hidden}
-        pooler = linear(f"{self.name}.pooler", embed, {"features": self.hidden}) if self.has_pooler else []
-        classes = {"classes": self.outputs}
-        return [*pooler, *linear(f"{self.name}.classifier", embed, classes, bias=self.has_pooler)]
+        products = head_products(self.hidden, self.outputs)
+        pooler = linear(f"{self.name}.pooler", *products["pooler"]) if self.has_pooler else []
+        return [*pooler, *linear(f"{self.name}.classifier", *products["classifier"], bias=self.has_pooler)]
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         pooler = [Product(self.tokens, self.hidden, self.hidden)] if self.has_pooler else []
@@ -175,7 +186,7 @@ class Spans(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return linear("head.spans", {"embed": self.hidden}, {"classes": 2})
+        return linear("head.spans", *head_products(self.hidden)["spans"])
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, 2)]

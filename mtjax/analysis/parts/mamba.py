@@ -21,7 +21,7 @@ from mtjax.analysis.parts.part import (
     adapter_products,
     linear,
     over_model,
-    weight,
+    weights_of,
 )
 from mtjax.analysis.parts.scan_kernels import ScanKernels, ScanSizes, scan_kernels
 from mtjax.analysis.parts.sublayer import (
@@ -34,7 +34,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.config import Model
-from mtjax.config.adapters import ADAPTER, RANK
+from mtjax.config.adapters import ADAPTER, joint_adapter_sizes
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
@@ -81,16 +81,14 @@ class Mamba(Part):
     def _weights_of(self, mixer: str, sizes: Mapping[str, Sizes]) -> list[Weight]:
         """Returns the weights of a mixer with a recurrent state, from their dimensions, with those of its norms and
         output, and its adapters: that of the first product has a B for each of its parts."""
-        own = [weight(f"{mixer}.{name}", each) for name, each in sizes.items()]
+        own = weights_of(sizes, f"{mixer}.")
         output = linear(f"{mixer}.output", *recurrent_output(self.model), bias=False, rank=self.rank)
         weights = [*self.norm.weights(mixer, self.hidden), *own, *output]
         if not self.rank:
             return weights
-        adapter, rank = f"{mixer}.inputs.{ADAPTER}", {RANK: self.rank}
-        parts = [
-            weight(f"{adapter}.{name}", {**rank, **part.outputs}) for name, part in recurrent_inputs(sizes).items()
-        ]
-        return [*weights, weight(f"{adapter}.a", {"embed": self.hidden, **rank}), *parts]
+        outputs = {name: part.outputs for name, part in recurrent_inputs(sizes).items()}
+        adapter = joint_adapter_sizes(self.hidden, self.rank, outputs)
+        return [*weights, *weights_of(adapter, f"{mixer}.inputs.{ADAPTER}.")]
 
     @property
     def elementwise(self) -> Elementwise:

@@ -42,6 +42,11 @@ def weight(name: str, sizes: Mapping[str, int]) -> Weight:
     return Weight(name, tuple(sizes), tuple(sizes.values()))
 
 
+def weights_of(declared: Mapping[str, Mapping[str, int]], prefix: str = "") -> list[Weight]:
+    """Builds the weights of a declaration in `mtjax.layout.weights`: name -> dimensions."""
+    return [weight(f"{prefix}{name}", sizes) for name, sizes in declared.items()]
+
+
 def linear(
     name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True, rank: int = 0
 ) -> list[Weight]:
@@ -251,6 +256,9 @@ class ResidualStream:
     """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"
     """The collective that brings tokens to the experts of other ranks."""
+    joins_shared: bool = True
+    """Whether a shared expert's output is added to the other experts' before the ranks reduce both, and likewise its
+    input gradient."""
 
     @property
     def elements(self) -> str:

@@ -14,12 +14,13 @@ from mtjax.analysis.parts.part import (
     Product,
     ResidualStream,
     Weight,
+    linear,
     norm,
     over_model,
-    weight,
 )
 from mtjax.analysis.parts.sublayer import local_gradient_sums, matrix_gradient_sums
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import replicated_product
 
 INPUTS_AHEAD = "embeddings and hidden states of multi-token prediction"
 """The kind of saved activations."""
@@ -55,8 +56,7 @@ class Combined(Part):
     def weights(self) -> list[Weight]:
         names = ("embedding_norm", "hidden_norm", "final_norm")
         norms = [vector for name in names for vector in norm(name, self.vectors, self.hidden)]
-        sizes = {"sources": 2, "embed": self.hidden, "features": self.hidden}
-        return [*norms, weight("projection.weight", sizes)]
+        return [*norms, *linear("projection", *replicated_product(self.hidden, self.hidden, sources=2), bias=False)]
 
     @property
     def elementwise(self) -> Elementwise:

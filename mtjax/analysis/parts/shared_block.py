@@ -19,8 +19,9 @@ from mtjax.analysis.parts.part import (
     ResidualStream,
     Weight,
     adapter_products,
+    linear,
     over_model,
-    weight,
+    weights_of,
 )
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
@@ -31,9 +32,10 @@ from mtjax.analysis.parts.sublayer import (
     sublayer_collectives,
     sublayer_saved_bytes,
 )
-from mtjax.config.adapters import RANK
+from mtjax.config.adapters import adapter_sizes, joint_adapter_sizes
 from mtjax.layout.layouts import is_matrix
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import ProductSizes, block_products, mlp_products, replicated_product
 
 EMBEDDED = "embeddings that shared blocks read"
 
@@ -50,22 +52,20 @@ class BlockAttention(Attention):
     def weights(self) -> list[Weight]:
         if not self.low:
             return []
-        rank, parts = {RANK: self.low}, {"qkv": 3}
-        return [
-            weight("attention_adapter.a", {"embed": 2 * self.hidden, **parts, **rank}),
-            weight("attention_adapter.b", {**parts, **rank, "heads": self.heads, "head_dim": self.head_dim}),
-        ]
+        a, b = adapter_sizes(*self._products["qkv"], self.low)
+        return weights_of({"a": a, "b": b}, "attention_adapter.")
 
     @property
     def shared_weights(self) -> list[Weight]:
         fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
         del fields["low"]
+        wide = [of for of in Attention(**fields).weights if not of.name.startswith("attention.output.")]
+        return [*wide, *linear("attention.output", *self._products["output"], bias=False, rank=self.rank)]
 
-        def own(of: Weight) -> Weight:
-            is_output = of.name.startswith("attention.output.") and of.names[-1] == "embed"
-            return replace(of, shape=(*of.shape[:-1], self.hidden)) if is_output else of
-
-        return [own(weight) for weight in Attention(**fields).weights]
+    @property
+    def _products(self) -> dict[str, ProductSizes]:
+        """Dimensions of its products, by name."""
+        return block_products(self.hidden, self.heads, self.head_dim)
 
     @property
     def elementwise(self) -> Elementwise:
@@ -123,11 +123,8 @@ class BlockMLP(MLP):
 
     @property
     def weights(self) -> list[Weight]:
-        rank = {RANK: self.low}
-        return [
-            weight("mlp_adapter.a", {"embed": self.hidden, **rank}),
-            weight("mlp_adapter.b", {**rank, "gate": 2, "mlp": self.inner}),
-        ]
+        up = mlp_products(self.hidden, self.inner, is_gated=True)["up"]
+        return weights_of(joint_adapter_sizes(self.hidden, self.low, {"b": up.outputs}), "mlp_adapter.")
 
     @property
     def shared_weights(self) -> list[Weight]:
@@ -169,7 +166,7 @@ class Projection(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("projection.weight", {"embed": self.hidden, "features": self.hidden})]
+        return linear("projection", *replicated_product(self.hidden, self.hidden), bias=False)
 
     @property
     def elementwise(self) -> Elementwise:

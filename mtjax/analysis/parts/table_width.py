@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.analysis.contract import LAYER_BACKWARD, Expectation
-from mtjax.analysis.parts.part import Part, Product, ResidualStream, Weight, over_model, weight
+from mtjax.analysis.parts.part import Part, Product, ResidualStream, Weight, linear, over_model
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import replicated_product
 
 TABLE_WIDTH = "table_width"
 """Symbol of the tables' width."""
@@ -33,8 +34,7 @@ class TableProjection(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        inner, outer = self._sizes
-        return [weight(f"{self.name}.weight", {"embed": inner, "features": outer})]
+        return linear(self.name, *replicated_product(*self._sizes), bias=False)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, *self._sizes, is_repeated=True)]

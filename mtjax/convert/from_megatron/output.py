@@ -59,7 +59,7 @@ def note_kernel(to: Translation, run: Config, mesh: MeshShape) -> None:
     if not to.asks_for_flash:
         return
     kernel, reason = choose_kernel(replace(run, attention="cudnn"), "gpu", mesh=mesh)
-    if kernel != "cudnn":
+    if kernel != "cudnn" and choose_kernel(run, "gpu", mesh=mesh)[0] != "pallas":
         own = choose_kernel(replace(run, attention="pallas"), "gpu", mesh=mesh)[0] == "pallas"
         hint = "; --attention pallas does not have this limit" if own else ""
         to.differences.append(f"cuDNN's flash attention is not used: {reason}{hint}")

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.layout.stacks import stacks_of
+from mtjax.layout.weights import embedding_weights
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, WithVocabulary, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
@@ -43,11 +44,11 @@ class Encoder(nnx.Module):
         """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
-        types = {"token_types": model.num_token_types, "embed": model.hidden_size}
+        types = embedding_weights(model.hidden_size, token_types=model.num_token_types)
         recompute = Recompute.of(config.training)
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
-        self.token_types = normal(type_key, types, model.init_std) if model.num_token_types else None
+        self.token_types = normal(type_key, types["token_types"], model.init_std) if types else None
         (own,) = stacks_of(model)
         self.stack = Stack(model, dtype, own=own, recompute=recompute, parallel=config.parallel, key=stack_key)
         # Pre-LN has a norm after the last layer, post-LN one on the embeddings.

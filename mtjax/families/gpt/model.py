@@ -20,6 +20,7 @@ from mtjax.config.sizes import embedding_width, output_shape, padded_vocab_size
 from mtjax.layout.attention_kernel import ContextMethod
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.stacks import stacks_of
+from mtjax.layout.weights import output_weights
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import (
     EMBEDDING_SITE,
@@ -195,9 +196,9 @@ class GPT(Decoder, WithVocabulary):
         model = config.model
         # From a key of its own, so that the other parameters are drawn alike with and without it.
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
-        rows = padded_vocab_size(model)
-        self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
-        self.output_options = OutputOptions(rows, **output_shape(model))
+        bias = output_weights(*self.output_table.shape)["output_bias"]
+        self.output_bias = constant(0.0, bias) if model.output_bias else None
+        self.output_options = OutputOptions(padded_vocab_size(model), **output_shape(model))
 
     def embed_new(
         self, tokens: Int[Array, "batch seq"], cache_positions: "CachePositions", length: int

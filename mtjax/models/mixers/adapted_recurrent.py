@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.adapters import RANK, LoraConfig
+from mtjax.config.adapters import RANK, LoraConfig, joint_adapter_sizes
 from mtjax.config.ssm import ssm_groups
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
@@ -58,10 +58,12 @@ class InputAdapter(nnx.Module):
 
     def __init__(self, inputs: GroupedProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
         """Draws A as `mtjax.models.lora.Adapter` does; B is 0."""
-        self.a = first_factor({"embed": model.hidden_size, RANK: low.rank}, model.hidden_size, key)
         self.names = inputs.names
-        for name, part in zip(self.names, inputs.parts(), strict=True):
-            setattr(self, name, _second_factor(part, low.rank))
+        outputs = {name: _outputs(part) for name, part in zip(self.names, inputs.parts(), strict=True)}
+        sizes = joint_adapter_sizes(model.hidden_size, low.rank, outputs)
+        self.a = first_factor(sizes["a"], model.hidden_size, key)
+        for name in self.names:
+            setattr(self, name, constant(0.0, sizes[name]))
         self.scale, self.groups = low.scale, ssm_groups(model)
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
@@ -71,7 +73,6 @@ class InputAdapter(nnx.Module):
         return project(low, b, None, ("heads", None), save_for_backward=False)
 
 
-def _second_factor(weight: nnx.Param, rank: int) -> nnx.Param:
-    """Returns zeros with a rank in the place of a weight's inputs."""
-    names = weight.get_metadata()["axes"][1:]
-    return constant(0.0, {RANK: rank, **dict(zip(names, weight.shape[1:], strict=True))})
+def _outputs(weight: nnx.Param) -> dict[str, int]:
+    """Returns the dimensions of a weight but its input."""
+    return dict(zip(weight.get_metadata()["axes"][1:], weight.shape[1:], strict=True))

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
-from mtjax.layout.weights import expert_products
+from mtjax.layout.weights import Sizes, expert_biases, expert_products, router_weights, shared_gate
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.models.layer_context import RESIDUAL, LayerContext
@@ -49,10 +49,11 @@ class Router(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weight, [embed, routes]; biases, [routes], are 0."""
-        routes = {"routes": model.num_experts}
-        self.weight = normal(key, {"embed": model.hidden_size, **routes}, model.init_std)
-        self.bias = constant(0.0, routes) if model.router_bias else None
-        self.linear_bias = constant(0.0, routes) if model.router_linear_bias else None
+        biases = {"bias": model.router_bias, "linear_bias": model.router_linear_bias}
+        sizes = router_weights(model.hidden_size, model.num_experts, **biases)
+        self.weight = normal(key, sizes["weight"], model.init_std)
+        self.bias = constant(0.0, sizes["bias"]) if "bias" in sizes else None
+        self.linear_bias = constant(0.0, sizes["linear_bias"]) if "linear_bias" in sizes else None
         self.model = model
 
     def __call__(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> Routes:
@@ -175,7 +176,7 @@ def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Flo
 class Matrices(nnx.Module):
     """One matrix of every expert, and perhaps one bias."""
 
-    def __init__(self, sizes: dict[str, int], std: float, key: Array, bias: dict[str, int] | None = None) -> None:
+    def __init__(self, sizes: Sizes, std: float, key: Array, bias: Sizes | None = None) -> None:
         self.weight = normal(key, sizes, std)
         self.bias = constant(0.0, bias) if bias else None
 
@@ -196,22 +197,20 @@ class Experts(nnx.Module):
         """Draws the parameters."""
         # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
         up, down, router, shared = jax.random.split(key, 4)
-        count, embed, is_gated = model.num_experts, {"embed": model.hidden_size}, model.activation in GATED
-        sizes = expert_products(model.hidden_size, expert_size(model), count, is_gated=is_gated)
+        is_gated = model.activation in GATED
+        sizes = expert_products(model.hidden_size, expert_size(model), model.num_experts, is_gated=is_gated)
         self.router = Router(model, key=router)
-        up_bias, down_bias = {"expert": count, **sizes["up"].outputs}, {"every_expert": count, **embed}
-        if not model.expert_bias:
-            up_bias, down_bias = {}, {}
-        self.up = Matrices(sizes["up"].weight, model.init_std, up, up_bias)
-        self.down = Matrices(sizes["down"].weight, output_std, down, down_bias)
+        biases = expert_biases(sizes) if model.expert_bias else {}
+        self.up = Matrices(sizes["up"].weight, model.init_std, up, biases.get("up"))
+        self.down = Matrices(sizes["down"].weight, output_std, down, biases.get("down"))
         # The shared expert is a dense MLP of another width.
         like_dense = dataclasses.replace(
             model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False, mlp_gate_scale=1.0
         )
         dense = self.shared_class(model)
         self.shared = dense(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
-        key = jax.random.fold_in(shared, 1)
-        self.shared_gate = Matrices({**embed, "routes": 1}, model.init_std, key) if model.shared_expert_gate else None
+        key, gate = jax.random.fold_in(shared, 1), shared_gate(model.hidden_size)
+        self.shared_gate = Matrices(gate, model.init_std, key) if model.shared_expert_gate else None
         self.blocks: ExpertCompute = Blocks(model.activation, model.num_experts)
 
     def shared_class(self, model: Model) -> type[MLP]:
