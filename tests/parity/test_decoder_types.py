@@ -179,7 +179,14 @@ def test_other_names_of_keys_are_read_and_must_not_contradict(model_type: str) -
         assert model_of(model_type, {**without, other: value}) == expected
         if key not in ("num_nextn_predict_layers", "attention_head_dim"):  # not read by all types
             with pytest.raises(UserError, match=f"{other}.* the same setting|{key}.* the same setting"):
-                model_of(model_type, {**config, other: "another"})
+                model_of(model_type, {**config, other: _another(value)})
+
+
+def _another(value: Any) -> Any:
+    """Returns another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else "another"
 
 
 def test_every_type_of_transformers_is_read_or_has_a_reason() -> None:
