@@ -234,7 +234,8 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     given = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items() if v is not None}
     with naming(source):
         config = from_dict({"model": given}, source=source)
-        validate(config)
+        # The weights have no batch, whose size limits the length of a sequence.
+        validate(replace(config, global_batch_size=1))
     model = config.model
     # Default values are dropped, so that a converted config equals that of a run.
     if model.head_dim and model.head_dim * model.num_heads == model.hidden_size:

@@ -246,6 +246,21 @@ def test_a_value_that_is_refused_is_named_by_its_key(kind: str) -> None:
         ("nemotron_h", {"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern is ['M'], but must be a string"),
         ("minicpm3", {"hidden_size": None}, "hidden_size is None, which a minicpm3 can't have"),
         ("phi3", {"rope_scaling": {"a": 1}}, "rope_scaling has a, which mtjax does not support"),
+        ("exaone4", {"sliding_window_pattern": "LLLX"}, "is 'LLLX', but must be an integer or a string of L and G"),
+        ("exaone4", {"sliding_window_pattern": "LG"}, "sliding_window_pattern is 'LG', which needs layer_types"),
+        ("cohere2", {"sliding_window_pattern": "LG"}, "sliding_window_pattern is 'LG', but must be an integer"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk differs between layers ([1, 2]), but must be the same"),
+        ("hunyuan_v1_moe", {"moe_topk": []}, "moe_topk is [], but must be an integer, or a list of one for each layer"),
+        ("qwen3_moe", {"num_experts": [8, 8]}, "num_experts is [8, 8], but must be an integer"),
+        ("distilbert", {"dropout": "0.1"}, "dropout is '0.1', but must be a number"),
+        ("bloom", {"seq_length": "64"}, "seq_length is '64', but must be an integer"),
+        ("gpt_neo", {"resid_dropout": "0"}, "resid_dropout is '0', but must be a number"),
+        ("roberta", {"intermediate_size": "64"}, "intermediate_size is '64', but must be an integer"),
+        ("t5", {"d_ff": "64"}, "d_ff is '64', but must be an integer"),
+        ("llama", {"num_hidden_layers": [7] * 99}, "num_hidden_layers is [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, ..."),
+        ("llama", {"quantization_config": "fp8"}, "quantization_config is 'fp8', but must be an object"),
+        ("bert", {"compression_config": [1]}, "compression_config is [1], but must be an object"),
+        ("llama", {"quantization_config": []}, "quantization_config is [], but must be an object"),
     ],
 )
 def test_a_value_of_another_kind_is_refused_as_it_was_typed(kind: str, config: dict, said: str) -> None:
@@ -253,6 +268,29 @@ def test_a_value_of_another_kind_is_refused_as_it_was_typed(kind: str, config: d
     with pytest.raises(UserError) as refused, understood("config.json"):
         MODEL_TYPES[kind].model_settings({**NEEDED.get(kind, {}), **config}, frozenset(), "config.json")
     assert str(refused.value).startswith("config.json") and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("exaone4", {"sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"]}),
+        ("exaone_moe", {"sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"]}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 1], "num_experts": [4, 4]}),
+        ("bert", {"truncate": "longest_first", "bias": "none", "factor": "x", "alpha": [1]}),
+        ("t5", {"truncate": "longest_first", "bias": "none", "factor": "x", "alpha": [1]}),
+        ("gpt2", {"truncate": "longest_first", "bias": "none", "type": 1}),
+        ("seed_oss", {"max_position_embeddings": 524_288, "num_attention_heads": 80, "num_hidden_layers": 64}),
+    ],
+)
+def test_values_that_transformers_allows_are_read(kind: str, config: dict) -> None:
+    """Keys may have values of several kinds, or be of no type; no batch limits the length that a model has."""
+    config = {"num_hidden_layers": 2} | config if kind in ("exaone4", "exaone_moe", "hunyuan_v1_moe") else config
+    settings = MODEL_TYPES[kind].model_settings(config, frozenset({"lm_head.weight"}), "config.json")
+    model = config_of(settings, "config.json").model
+    if "layer_types" in config:
+        assert (model.window_layers, model.rope_layers) == ("SF", "RN")
+    if kind == "hunyuan_v1_moe":
+        assert (model.experts_top_k, model.num_experts) == (1, 4)
 
 
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})

@@ -11,6 +11,7 @@ from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
 from mtjax.convert.model_types.family import Json, ModelType, head_json, head_settings
 from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, fields, no_biases
 from mtjax.convert.model_types.rope import rope
+from mtjax.convert.model_types.value_kinds import Kind
 from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
 
@@ -168,6 +169,7 @@ def decoder(
     classifies: bool = True,
     packed: str = "fp8",
     aliases: Mapping[str, str] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> ModelType:
     """Describes a decoder type.
 
@@ -185,6 +187,7 @@ def decoder(
       packed: the quantized weights that are read, as in `ModelType.packed`.
       classifies: whether transformers has a class for sequence classification.
       aliases: other names of keys -> the names in `defaults`, as in `ModelType.aliases`.
+      kinds: as `ModelType.kinds`.
     """
     names, language = names or ModuleNames(), f"{name}{architecture}"
     supported = {**UNSUPPORTED, **(only or {})}
@@ -206,6 +209,7 @@ def decoder(
         shared=shared,
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
         aliases=aliases or {},
+        kinds=kinds or {},
         named=all_named(parts),
         packed=packed,
     )

@@ -12,11 +12,11 @@ from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
 from mtjax.convert import compressed
 from mtjax.convert.fp8 import BLOCK
 from mtjax.convert.model_types.foreign import foreign
-from mtjax.convert.model_types.value_kinds import MISREAD, culprit, of_another_kind
+from mtjax.convert.model_types.value_kinds import MISREAD, Kind, culprit, of_another_kind
 from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import UserError, naming
+from mtjax.errors import UserError, naming, shortened
 
 Json = Mapping[str, Any]
 
@@ -90,6 +90,10 @@ class ModelType:
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
+    more_keys: tuple[str, ...] = ()
+    """Keys that `read` uses and `fields` and `only` lack, in a type without `keys`."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Keys whose values are of other kinds than in other types -> these."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys of config.json -> the names that `read`, `fields` and `only` have."""
     named: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
@@ -110,13 +114,13 @@ class ModelType:
         Raises:
           UserError: values are not supported (lists all of them).
         """
-        known = {*self.keys, *self.only, *(each.theirs for each in self.fields)}
-        wrong = of_another_kind(config, known if self.keys else (), self.aliases)
+        known = {*self.keys, *self.more_keys, *self.only, *(each.theirs for each in self.fields), "architectures"}
+        wrong = of_another_kind(config, known, self.aliases, self.kinds)
         config, contradictions = self.renamed(config)
         named = {said.split(" is ")[0] for said in wrong}
         wrong += contradictions
         wrong += [
-            f"{key} is {config[key]!r}, but must be {' or '.join(map(repr, values))}"
+            f"{key} is {shortened(repr(config[key]))}, but must be {' or '.join(map(repr, values))}"
             for key, values in self.only.items()
             if key in config and config[key] not in values and key not in named
         ]
@@ -133,7 +137,7 @@ class ModelType:
                 if (key := culprit(config, read, e)) is None:
                     raise
                 why = f"which is missing {e}" if isinstance(e, KeyError) else f"which a {self.model_type} can't have"
-                raise UserError(f"{key} is {config[key]!r}, {why}") from None
+                raise UserError(f"{key} is {shortened(repr(config[key]))}, {why}") from None
 
     @contextmanager
     def naming_keys(self, config: Json) -> Iterator[None]:
@@ -215,7 +219,10 @@ def quantized(config: Json, packed: str) -> list[str]:
     """Returns what of a config.json's quantized weights is not read; `packed` is as in `ModelType.packed`."""
     wrong = []
     for key in QUANTIZED:
-        found = config.get(key) or {}
+        found = {} if config.get(key) is None else config[key]
+        if not isinstance(found, dict):
+            wrong.append(f"{key} is {shortened(repr(found))}, but must be an object")
+            continue
         method, block = found.get("quant_method", "not given"), found.get("weight_block_size")
         if method == compressed.METHOD:
             wrong += compressed.unread(found)

@@ -6,9 +6,11 @@ Without it, a word such as "false" would count as true, and `{}` as false.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from mtjax.errors import UserError
+from mtjax.errors import UserError, shortened
 
 Json = Mapping[str, Any]
+Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be, and whether it is."""
 
 FLAGS = frozenset(
     (
@@ -48,23 +50,24 @@ COUNTS = frozenset(
         *("num_hidden_layers", "num_key_value_heads", "num_kv_heads", "num_layers", "num_local_experts"),
         *("num_ln_in_parallel_attn", "num_mem_blocks", "num_nextn_predict_layers", "num_shared_experts"),
         *("original_max_position_embeddings", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
-        *("relative_attention_max_distance", "relative_attention_num_buckets", "rotary_dim", "v_head_dim"),
+        *("relative_attention_max_distance", "relative_attention_num_buckets", "rotary_dim", "seq_length"),
         *("shared_expert_intermediate_size", "shared_intermediate_size", "sliding_window", "ssm_state_size"),
         *("sliding_window_pattern", "_sliding_window_pattern", "state_size", "topk_group", "type_vocab_size"),
-        *("vocab_size", "window_size", "word_embed_proj_dim"),
+        *("v_head_dim", "vocab_size", "window_size", "word_embed_proj_dim"),
     )
 )
 NUMBERS = frozenset(
     (
         *("attention_dropout", "attention_in_multiplier", "attention_multiplier", "attention_out_multiplier"),
         *("attention_probs_dropout_prob", "attn_logit_softcapping", "attn_pdrop", "clip_qkv", "dim_model_base"),
-        *("dropout_rate", "embedding_multiplier", "expansion_ratio", "final_logit_softcapping", "hidden_dropout"),
-        *("hidden_dropout_prob", "init_std", "initializer_factor", "initializer_range", "key_multiplier"),
-        *("layer_norm_eps", "layer_norm_epsilon", "lm_head_multiplier", "logit_scale", "logits_scaling"),
-        *("norm_eps", "norm_epsilon", "partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier"),
-        *("residual_dropout", "resid_pdrop", "rms_norm_eps", "routed_scaling_factor", "router_scaling_factor"),
-        *("scale_depth", "scale_emb", "ssm_in_multiplier", "ssm_out_multiplier", "swiglu_alpha", "swiglu_limit"),
-        *("time_step_min", "time_step_max", "time_step_floor", "rope_theta", "rope_local_base_freq", "rotary_pct"),
+        *("dropout", "dropout_rate", "embedding_multiplier", "expansion_ratio", "final_logit_softcapping"),
+        *("hidden_dropout", "hidden_dropout_prob", "init_std", "initializer_factor", "initializer_range"),
+        *("key_multiplier", "layer_norm_eps", "layer_norm_epsilon", "lm_head_multiplier", "logit_scale"),
+        *("logits_scaling", "norm_eps", "norm_epsilon", "partial_rotary_factor", "query_pre_attn_scalar"),
+        *("resid_dropout", "resid_pdrop", "residual_dropout", "residual_multiplier", "rms_norm_eps"),
+        *("routed_scaling_factor", "router_scaling_factor", "scale_depth", "scale_emb", "ssm_in_multiplier"),
+        *("ssm_out_multiplier", "swiglu_alpha", "swiglu_limit", "time_step_min", "time_step_max", "time_step_floor"),
+        *("rope_theta", "rope_local_base_freq", "rotary_pct"),
         *("rotary_emb_base", "global_rope_theta", "local_rope_theta", "factor", "low_freq_factor", "alpha"),
         *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     )
@@ -92,7 +95,15 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+COUNT_OR_LETTERS: Kind = (
+    "an integer or a string of L and G",
+    lambda value: _is_count(value) or (isinstance(value, str) and value != "" and set(value) <= {"L", "G"}),
+)
+COUNT_OR_LIST: Kind = (
+    "an integer, or a list of one for each layer",
+    lambda value: _is_count(value) or (isinstance(value, list) and value != [] and all(map(_is_count, value))),
+)
+KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(FLAGS, ("true or false", _is_flag)),
     **dict.fromkeys(WORDS, ("a string", _is_word)),
     **dict.fromkeys(COUNTS, ("an integer", _is_count)),
@@ -101,7 +112,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(OBJECTS, ("an object", _is_object)),
 }
 """Keys, also of objects within config.json -> what their values must be, if they are not null."""
-LISTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+LISTS: Mapping[str, Kind] = {
     **dict.fromkeys(("architectures", "layer_types", "layers_block_type"), ("strings", _is_word)),
     **dict.fromkeys(("attention_layers", "mlp_layer_types"), ("strings", _is_word)),
     **dict.fromkeys(("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers"), ("integers", _is_count)),
@@ -114,38 +125,41 @@ LISTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 """Keys of lists -> what their values must be."""
 
 
-def of_another_kind(config: Json, keys: Collection[str], aliases: Mapping[str, str]) -> list[str]:
+def of_another_kind(
+    config: Json, keys: Collection[str], aliases: Mapping[str, str], kinds: Mapping[str, Kind]
+) -> list[str]:
     """Returns what is wrong with values of a config.json, by the names of keys that it has.
 
     Args:
       config: the config.json.
-      keys: that the type reads; all when empty.
+      keys: that the type reads.
       aliases: other names of keys -> those in `keys`.
+      kinds: keys whose values are of other kinds in this type -> these.
     """
     read = {typed: aliases.get(typed, typed) for typed in config}
     return [
         said
         for typed, key in read.items()
-        if not keys or key in keys or typed in keys
-        for said in _wrong(typed, key, config[typed])
+        if key in keys or typed in keys
+        for said in _wrong(typed, key, config[typed], kinds)
     ]
 
 
-def _wrong(typed: str, key: str, value: Any) -> Iterator[str]:
+def _wrong(typed: str, key: str, value: Any, kinds: Mapping[str, Kind]) -> Iterator[str]:
     """Yields what is wrong with a value; an object's own keys stand behind a dot."""
     if value is None:
         return
     if key in LISTS:
         what, is_right = LISTS[key]
         if not (isinstance(value, list | tuple) and all(map(is_right, value))):
-            yield f"{typed} is {value!r}, but must be a list of {what}"
+            yield f"{typed} is {shortened(repr(value))}, but must be a list of {what}"
     elif key in KINDS:
-        what, is_right = KINDS[key]
+        what, is_right = kinds.get(key, KINDS[key])
         if not is_right(value):
-            yield f"{typed} is {value!r}, but must be {what}"
+            yield f"{typed} is {shortened(repr(value))}, but must be {what}"
         elif isinstance(value, dict):
             for inside, each in value.items():
-                yield from _wrong(f"{typed}.{inside}", inside, each)
+                yield from _wrong(f"{typed}.{inside}", inside, each, kinds)
 
 
 MISREAD = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -153,8 +167,8 @@ MISREAD = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def culprit(config: Json, read: Callable[[Json], Any], error: Exception) -> str | None:
-    """Returns the key, a null before others, without which `read` raises another error than it did, or none at all for
-    values other than null; None if there is none."""
+    """Returns the key whose removal makes `read` succeed (for a null: also one whose removal changes the error), nulls
+    first; None if there is none."""
     for key in sorted(config, key=lambda key: config[key] is not None):
         try:
             read({name: value for name, value in config.items() if name != key})

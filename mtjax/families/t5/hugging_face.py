@@ -75,6 +75,11 @@ FIELDS = (
     Field("relative_max_distance", "relative_attention_max_distance", 128),
 )
 
+MORE_KEYS = (
+    *("num_decoder_layers", "d_kv", "d_ff", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),
+    *("tie_word_embeddings", "scale_decoder_outputs"),
+)
+
 
 def is_scaled(config: Json, model_type: str) -> bool:
     """Returns whether the decoder's outputs are multiplied by d_model^-0.5 before the output table.
@@ -181,6 +186,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
         read=read,
         write=write,
         only={"feed_forward_proj": tuple(ACTIVATIONS)},
+        more_keys=MORE_KEYS,
         ids=_ids,
         aliases={
             "hidden_size": "d_model",

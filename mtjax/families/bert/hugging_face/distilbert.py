@@ -99,6 +99,7 @@ DISTILBERT = ModelType(
     write=_write,
     # sinusoidal_pos_embds only says how the positions were initialized.
     only={"activation": tuple(ACTIVATIONS)},
+    more_keys=("hidden_dim",),
     ids=_ids,
     aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 )

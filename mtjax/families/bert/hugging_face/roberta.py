@@ -9,7 +9,7 @@ from mtjax.convert.model_types.family import ENDINGS, Field, Json, ModelType, he
 from mtjax.convert.model_types.rows import linear, norm, row, with_prefix
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.families.bert.hugging_face.bert import FIELDS, HEADS, ONLY, POST_NORMS, encoder_rows
+from mtjax.families.bert.hugging_face.bert import FIELDS, HEADS, MORE_KEYS, ONLY, POST_NORMS, encoder_rows
 
 PAD = 1
 """Id of padding. A token's position is this plus its number, from 1 on."""
@@ -97,7 +97,8 @@ def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> Mo
     only = ONLY | {"hidden_act": ("gelu",), "pad_token_id": (PAD,)}
     table = with_prefix(TABLE, prefix)
     fit = lambda table, model: with_prefix(_fit(TABLE, model), prefix)  # noqa: E731
-    return ModelType(model_type, model_class, table, fields, _read, write, only, _ids, fit)
+    more = (*MORE_KEYS, "max_position_embeddings")
+    return ModelType(model_type, model_class, table, fields, _read, write, only, _ids, fit, more_keys=more)
 
 
 ROBERTA = _family("roberta", "Roberta")

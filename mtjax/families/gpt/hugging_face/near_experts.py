@@ -20,7 +20,8 @@ from mtjax.convert.model_types.parts import (
     windows,
 )
 from mtjax.convert.model_types.rope import rope, rope_by_layer
-from mtjax.errors import UserError
+from mtjax.convert.model_types.value_kinds import COUNT_OR_LETTERS, COUNT_OR_LIST
+from mtjax.errors import UserError, shortened
 from mtjax.families.gpt.hugging_face.deepseek import (
     NEIGHBOURS,
     NO_MORE_TOKENS,
@@ -188,6 +189,7 @@ EXAONE_MOE = decoder(
     ignored=lambda model: (r"mtp\..*",),
     only=SIGMOID_KEYS,
     classifies=False,
+    kinds={"sliding_window_pattern": COUNT_OR_LETTERS},
 )
 HY_V3 = decoder(
     "hy_v3",
@@ -287,7 +289,7 @@ def _one_of(values: Json, key: str) -> Any:
     if isinstance(found, list) and len(set(found)) == 1:
         return found[0]
     if isinstance(found, list):
-        raise UserError(f"{key} differs between layers ({found}), but must be the same in all")
+        raise UserError(f"{key} differs between layers ({shortened(found)}), but must be the same in all")
     return found
 
 
@@ -319,6 +321,7 @@ HUNYUAN_V1_MOE = decoder(
     rows=ExpertNames(router="gate.wg", shared="shared_mlp").rows,
     only={"qk_norm": (True,), "use_qk_norm": (True,), "use_cla": (False,)},
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+    kinds=dict.fromkeys(("num_experts", "moe_topk"), COUNT_OR_LIST),
 )
 
 

@@ -15,6 +15,8 @@ from mtjax.convert.model_types.parts import (
     windows,
 )
 from mtjax.convert.model_types.rope import rope_by_layer
+from mtjax.convert.model_types.value_kinds import COUNT_OR_LETTERS
+from mtjax.errors import UserError
 
 OLMO_SIZES = sizes(4096, 11008, 32, 32, None, 50_304, 2048)
 OLMO = decoder(
@@ -65,11 +67,14 @@ PATTERN = "sliding_window_pattern"
 
 
 def _has_window(values: Json, layer: int) -> bool:
-    """Returns whether a layer has a window, from a period or from letters, L or another for full attention."""
+    """Returns whether a layer has a window, from a period.
+
+    Raises:
+      UserError: letters, L and G; transformers, too, reads these layers from layer_types only.
+    """
     pattern = values[PATTERN]
     if isinstance(pattern, str):
-        # The last layer has full attention whatever the letters.
-        return layer < values["num_hidden_layers"] - 1 and pattern[layer % len(pattern)] == "L"
+        raise UserError(f"{PATTERN} is {pattern!r}, which needs layer_types beside it: add these, or use an integer")
     return bool(pattern) and (layer + 1) % pattern != 0
 
 
@@ -98,4 +103,5 @@ EXAONE4 = decoder(
     WINDOW_PART,
     ROTATED,
     names=ON_OUTPUTS,
+    kinds={PATTERN: COUNT_OR_LETTERS},
 )
