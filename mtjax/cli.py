@@ -28,7 +28,7 @@ from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.families.registry import FAMILIES
-from mtjax.help import HELP, HELP_ALL, ConfigDefaults, dataclass_of, names_of, options_of, show_help, with_values
+from mtjax.help import HELP, HELP_ALL, ConfigDefaults, help_for, names_of, options_of, show_help, with_values
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice
 
@@ -280,7 +280,7 @@ def read(
       SystemExit: help was requested (0).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    listed = list(options_of(dataclass_of(options)))
+    listed = list(options_of(options))
     if {*HELP, HELP_ALL} & set(arguments):
         print(show_help(prog, description, listed, None if HELP_ALL in arguments else common, shown), end="")
         raise SystemExit(0)
@@ -296,7 +296,7 @@ def read(
         check_bounds(parsed)
         return parsed
     sentence = _one_sentence(output.getvalue(), arguments, names_of(listed))
-    raise UserError(f"{sentence} ({prog} --help lists the options)")
+    raise UserError(f"{sentence} ({prog} {help_for(sentence, listed, common)} lists the options)")
 
 
 _VALUES = {"int()": "an integer", "INT": "an integer", "to float": "a number", "FLOAT": "a number"}

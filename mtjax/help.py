@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -71,14 +72,15 @@ def dataclass_of(hint: Any) -> type:
     return _plain(hint)[0]
 
 
-def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Option]:
+def options_of(cls: Any, values: Any = None, group: str = "") -> Iterator[Option]:
     """Yields the options of a dataclass in order; fields that are dataclasses themselves are groups.
 
     Args:
-      cls: the dataclass.
+      cls: the dataclass, with or without tyro's annotations.
       values: an instance that has the defaults; those of the class when None.
       group: name of the group.
     """
+    cls = dataclass_of(cls)
     texts, hints = _docstrings(cls), get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         kind, marks = _plain(hints[field.name])
@@ -144,16 +146,7 @@ def show_help(
     positional = [option for option in options if not option.name.startswith("--")]
     usage = " ".join([prog, *(f"[{option.name}]" for option in positional), "[OPTIONS]"])
     parts = [f"usage: {usage}", description.strip()]
-    groups: dict[str, list[Option]] = {}
-    by_field = {option.field: option for option in options}
-    if common is None:
-        for option in options:
-            groups.setdefault(f"{option.group} options" if option.group else "options", []).append(option)
-    else:
-        of_command = [option for option in options if option.group in ("", "command")]
-        groups = {"options": of_command} | {
-            heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
-        }
+    groups = by_heading(options, common)
     parts += [
         "\n".join([f"{heading}:", *(_lines(option, width, shown_defaults) for option in shown)])
         for heading, shown in groups.items()
@@ -163,6 +156,26 @@ def show_help(
     if more:
         parts.append(f"`{prog} {HELP_ALL}` shows {more} more options.")
     return "\n\n".join(parts) + "\n"
+
+
+def by_heading(options: Sequence[Option], common: Mapping[str, Collection[str]] | None) -> dict[str, list[Option]]:
+    """Returns the options that `--help` shows below each heading; the arguments are those of `show_help`."""
+    if common is not None:
+        by_field = {option.field: option for option in options}
+        return {"options": [option for option in options if option.group in ("", "command")]} | {
+            heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
+        }
+    groups: dict[str, list[Option]] = {}
+    for option in options:
+        groups.setdefault(f"{option.group} options" if option.group else "options", []).append(option)
+    return groups
+
+
+def help_for(sentence: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None) -> str:
+    """Returns `--help` if it shows all options of the command that a sentence names, else `--help-all`."""
+    named = {re.sub("^--no-", "--", word) for word in re.findall(r"--[\w-]+", sentence)}
+    shown = {option.name for below in by_heading(options, common).values() for option in below}
+    return HELP_ALL if {option.name for option in options if option.name in named} - shown else HELP[1]
 
 
 def _lines(option: Option, width: int, shown: ConfigDefaults | None) -> str:

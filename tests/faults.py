@@ -1272,8 +1272,8 @@ FAULTS = (
     ),
     Fault(
         "data: a resumed run begins a step late",
-        "consumed = self.schedule.advance(self.start_sample, int(index))",
-        "consumed = self.schedule.advance(self.start_sample, int(index) + (self.start_sample > 0))",
+        "consumed = self.batch_schedule.advance(self.start_sample, int(index))",
+        "consumed = self.batch_schedule.advance(self.start_sample, int(index) + (self.start_sample > 0))",
         "data",
         "test_a_resumed_run_on_any_number_of_processes_sees_the_next_sample",
     ),
@@ -1682,7 +1682,7 @@ FAULTS = (
     ),
     Fault(
         "convert: the schedule has Adam's count",
-        "counters.updates if is_adam else counters.schedule",
+        "counters.updates if is_adam else counters.learning_rate_steps",
         "counters.updates",
         "convert",
         "test_steps_that_megatron_skipped_do_not_count",

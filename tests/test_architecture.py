@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mtjax
+from mtjax.layout.mesh import AXES
 
 PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -285,7 +286,7 @@ def test_plans_need_no_jax() -> None:
 
 PLACES = ("PartitionSpec", "P", "Mesh", "psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "all_to_all")
 PLACES += ("ppermute", "axis_index", "axis_size", "pcast", "shard_map", "NamedSharding", "AbstractMesh", "ways")
-AXIS_NAMES = {"data", "stage", "context", "expert", "model"}
+AXIS_NAMES = {*AXES}
 SHAPES = {"mesh", "mesh_shape", "shape"}
 """What shapes of meshes are called: `step.mesh.data` names an axis as much as a string does."""
 
@@ -358,6 +359,8 @@ def test_mesh_axes_are_named_in_sharding_layout_and_analysis_alone() -> None:
         "step.mesh.data",
         "shape.stage",
         "lax.psum(x, ('context',))",
+        "P(('data', 'shard'))",
+        "mesh_shape.shard",
     ],
 )
 def test_the_search_for_axis_names_finds_them(code: str) -> None:

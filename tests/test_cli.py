@@ -182,13 +182,29 @@ WRONG = {
 }
 
 
+ONLY_IN_HELP_ALL = (
+    "(--overlap)",
+    "--bias",
+    "--no-bias",
+    "--attention-window",
+    "--norm ",
+    "--rampup-batch-size",
+    "--decay-steps",
+)
+
+
+def help_that_lists(sentence: str) -> str:
+    """The help that lists what a sentence says of training: all options if it names one that is not common."""
+    return "--help-all" if any(name in sentence for name in ONLY_IN_HELP_ALL) else "--help"
+
+
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_options_end_with_one_sentence_and_code_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the command; what the option parser says fills a box of several lines."""
     assert cli.main(line.split()) == 2
     command = " ".join(line.split()[: 2 if line.startswith("data") else 1])
     captured = capsys.readouterr()
-    assert captured.err == f"error: {WRONG[line]} (mtjax {command} --help lists the options)\n"
+    assert captured.err == f"error: {WRONG[line]} (mtjax {command} {help_that_lists(WRONG[line])} lists the options)\n"
     assert not captured.out
 
 
@@ -308,6 +324,9 @@ ALIASES = {
         "no option is called --tp-comm-overlap, and mtjax has no equal: tensor-parallel communication is not split "
         "into pieces that overlap with matmuls"
     ),
+    "train --normalization RMSNorm": (
+        "no option is called --normalization: use --norm rmsnorm (LayerNorm is layernorm)"
+    ),
     "train --batch-size 8": (
         "no option is called --batch-size: use --global-batch-size (samples in a step, over all devices) or "
         "--microbatch-size (samples of a data-parallel rank at a time)"
@@ -335,7 +354,8 @@ ALIASES = {
 @pytest.mark.parametrize("line", ALIASES)
 def test_names_of_other_tools_are_answered_by_meaning(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line.split()) == 2
-    assert capsys.readouterr().err == f"error: {ALIASES[line]} (mtjax {line.split()[0]} --help lists the options)\n"
+    ended = f"(mtjax {line.split()[0]} {help_that_lists(ALIASES[line])} lists the options)"
+    assert capsys.readouterr().err == f"error: {ALIASES[line]} {ended}\n"
 
 
 def test_keys_of_other_tools_in_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

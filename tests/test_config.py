@@ -287,9 +287,28 @@ def test_a_new_family_is_one_row_and_one_folder(monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(UserError, match=message):
             config.validate(config.replace(chosen, **settings))
+    head = config.replace(chosen, head="classification")
+    with pytest.raises(UserError, match="head is 'classification', and the family dummy supports language only"):
+        config.validate(head)
     llama = config.replace(Config(), family="llama").model
     assert not differences(dataclasses.replace(llama, rope_theta=7.0), llama), "rope_theta is the dummy's own by now"
     assert not differences(dataclasses.replace(chosen.model, num_token_types=7), chosen.model), "BERT's own"
+
+
+def test_losses_that_a_family_has_no_network_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher's and multi-token prediction's; a task's head reads a teacher in its own way."""
+    monkeypatch.setitem(FAMILIES, "dummy", dataclasses.replace(FAMILIES["gpt"], distilled="", predicting=""))
+    for family, settings, setting in (
+        ("bert", {"teacher": "hf:x"}, "teacher with head language"),
+        ("t5", {"teacher": "hf:x"}, "teacher with head language"),
+        ("dummy", {"teacher": "hf:x", "task": "chat"}, "teacher with head language"),
+        ("dummy", {"mtp_num_layers": 1}, "mtp_num_layers"),
+    ):
+        said = f"{setting} only works with the families gpt and llama, and family is {family}: remove "
+        with pytest.raises(UserError, match=f"^{said}{setting.split()[0]}$"):
+            config.validate(config.replace(Config(), family=family, **settings))
+    for settings in ({"task": "mnli"}, {"task": "mnli", "head": "classification"}):
+        config.validate(config.replace(Config(), family="bert", teacher="hf:x", **settings))
 
 
 def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Documentation that is written from the code is what the code says now."""
 
+import ast
 import json
 import re
 import subprocess
@@ -42,6 +43,38 @@ def test_the_files_and_functions_that_the_architecture_page_names_exist():
     where = text[text.index("### Where is ...?") : text.index("## Packages")]
     names = re.findall(r"`([a-z_]+)`(?: makes| decides| \()", where)
     assert len(names) >= 10 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_what_pages_import_from_the_package_exists():
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    lines = [line for page in pages for line in re.findall(r"^ *(from mtjax\S* import .*)", page.read_text(), re.M)]
+    assert len(lines) > 5
+    wrong = []
+    for line in lines:
+        for node in ast.parse(line).body:
+            assert isinstance(node, ast.ImportFrom) and node.module, line
+            wrong += [f"{node.module}.{alias.name}" for alias in node.names if not exists(node.module, alias.name)]
+    assert wrong == []
+
+
+def exists(module: str, name: str) -> bool:
+    """Whether a module of the package defines or imports a name at its top level, or has a module of this name."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if (path / name).is_dir() or (path / f"{name}.py").is_file():
+        return True
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body if file.is_file() else ():
+        match node:
+            case ast.FunctionDef(name=defined) | ast.AsyncFunctionDef(name=defined) | ast.ClassDef(name=defined):
+                names.add(defined)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=defined)):
+                names.add(defined)
+            case ast.ImportFrom(names=imported):
+                names |= {alias.asname or alias.name for alias in imported}
+    return name in names
 
 
 @pytest.mark.long

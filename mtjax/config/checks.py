@@ -29,7 +29,8 @@ from mtjax.config.sizes import (
 )
 from mtjax.config.ssm import has_attention
 from mtjax.config.training import Training
-from mtjax.errors import UserError, shortened
+from mtjax.errors import UserError, listed, shortened
+from mtjax.families.registry import FAMILIES
 from mtjax.storage import shown, url_of
 
 
@@ -50,6 +51,7 @@ def validate(config: Config) -> None:
     check_experts(config)
     check_prediction(config)
     family_of(config.model.family).check_run(config)
+    check_losses(config)
     if config.model.mlp_gate_scale != 1 and config.model.activation not in GATED:
         raise UserError(
             f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
@@ -65,7 +67,7 @@ def validate(config: Config) -> None:
     check_loss_scale(config.training)
     check_float8(config)
     check_deterministic(config)
-    check_schedule(config.optimizer)
+    check_learning_rate_schedule(config.optimizer)
     check_optimizer(config)
     check_on_this_machine(config)
 
@@ -182,13 +184,35 @@ def check_family(model: Model) -> None:
       UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
     family = family_of(model.family)
-    for name, choices in family.choices.items():
+    heads = {} if FAMILIES[model.family].with_head else {"head": ("language",)}
+    for name, choices in {**family.choices, **heads}.items():
         value = getattr(model, name)
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
     check_decoder_settings(model)
     family.check(model)
+
+
+def check_losses(config: Config) -> None:
+    """Checks that the family has the network with the losses of a teacher's student, or of multi-token prediction.
+
+    Raises:
+      UserError: it has not; names the families that have.
+    """
+    # A task's head, which a run gets after its options were read, has losses of its own.
+    is_language = config.model.head == "language" and config.finetuning.task in ("none", "chat")
+    needed = {
+        "teacher with head language": ("distilled", config.finetuning.teacher is not None and is_language),
+        "mtp_num_layers": ("predicting", config.model.mtp_num_layers > 0),
+    }
+    for setting, (part, is_set) in needed.items():
+        known = [family for family, parts in FAMILIES.items() if getattr(parts, part)]
+        if is_set and config.model.family not in known:
+            raise UserError(
+                f"{setting} only works with the families {listed(known)}, and family is {config.model.family}: remove "
+                f"{setting.partition(' ')[0]}"
+            )
 
 
 def check_deterministic(config: Config) -> None:
@@ -275,7 +299,7 @@ def check_loss_scale(training: Training) -> None:
         )
 
 
-def check_schedule(optimizer: Optimizer) -> None:
+def check_learning_rate_schedule(optimizer: Optimizer) -> None:
     """Checks that learning rates and weight decays are in order, and that each style has the settings it needs and no
     others.
 

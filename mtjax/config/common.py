@@ -13,7 +13,7 @@ _OUTPUT = ("out", "resume", "log_every", "valid_every", "checkpoint_every")
 COMMON: Mapping[str, tuple[str, ...]] = {
     "model": _MODEL,
     "data": _DATA,
-    "batch and schedule": (
+    "batch and learning rate": (
         *("steps", "global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "warmup_steps"),
         *("decay_style", "weight_decay", "compute_dtype", "recompute", "seed", "init_from"),
     ),
@@ -37,7 +37,7 @@ COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
         "attention_dropout",
     ),
     "data": (*_DATA, "split"),
-    "batch and schedule": (
+    "batch and learning rate": (
         *("global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "decay_style"),
         *("weight_decay", "compute_dtype", "recompute", "seed"),
     ),

@@ -60,7 +60,7 @@ class MegatronRun:
         self.config, self.report = _run_config(arguments, progress, source, target)
         self.counters = _counters(progress, self.config, str(source.files.folder))
         check_growth(progress.schedule.get("wd_incr_steps"), self.config, str(source.files.folder))
-        check_rates(progress.groups, self.config, self.counters.schedule, str(source.files.folder))
+        check_rates(progress.groups, self.config, self.counters.learning_rate_steps, str(source.files.folder))
 
     @property
     def notes(self) -> list[str]:
@@ -194,7 +194,7 @@ def _counters(progress: Progress, run: Config, folder: str) -> Counters:
     samples, batch = progress.schedule.get("num_steps"), run.training.global_batch_size
     if not isinstance(samples, int) or samples % batch:
         raise UserError(
-            f"{folder}: the learning rate's schedule has done {samples} samples, not a multiple of the batch of {batch}"
+            f"{folder}: the learning rate schedule has done {samples} samples, not a multiple of the batch of {batch}"
         )
     scale = None
     if run.training.compute_dtype == "float16":

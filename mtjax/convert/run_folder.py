@@ -37,8 +37,8 @@ class Counters:
     consumed_samples: int
     updates: int
     """Steps of Adam: steps that were skipped do not count."""
-    schedule: int
-    """Steps of the learning rate's schedule."""
+    learning_rate_steps: int
+    """Steps of the learning rate schedule."""
     loss_scale: Mapping[str, float] | None = None
     """Of float16: scale, growth and hysteresis."""
 
@@ -93,11 +93,11 @@ class RunSink(MtjaxSink):
             elif name == "random":
                 found[name] = jax.random.key_data(key)
             elif name.endswith(".count"):
-                # Adam's own, and that of the schedule, which comes after it.
+                # Adam's own, and that of the learning rate schedule, which comes after it.
                 is_adam = f"{name.removesuffix('.count')}.mu" in {
                     n.partition(".mu.")[0] + ".mu" for n in self._abstract
                 }
-                found[name] = counters.updates if is_adam else counters.schedule
+                found[name] = counters.updates if is_adam else counters.learning_rate_steps
             elif name.startswith("loss_scale.") and counters.loss_scale is not None:
                 found[name] = counters.loss_scale[name.removeprefix("loss_scale.")]
         return found

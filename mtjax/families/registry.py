@@ -22,6 +22,10 @@ class FamilyParts:
     """What it reads: a `data.samples.family.FamilySamples`."""
     with_head: str = ""
     """Its network with a head for finetuning, such as one for classes; "" for a family that has none."""
+    distilled: str = ""
+    """Its language model with the losses of a teacher's student; "" for a family that has none."""
+    predicting: str = ""
+    """Its language model with multi-token prediction; "" for a family that has none."""
     hugging_face: str = ""
     """The types of transformers whose weights it reads and writes, in the order in which an export prefers them: each a
     `convert.model_types.family.ModelType`. "" for a family that transformers does not have."""
@@ -34,6 +38,8 @@ FAMILIES: dict[str, FamilyParts] = {
         costs="mtjax.families.gpt.costs:decoder",
         samples="mtjax.families.gpt.samples:SAMPLES",
         with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
+        distilled="mtjax.families.gpt.distilled:DistilledGPT",
+        predicting="mtjax.families.gpt.predicting:PredictingGPT",
         hugging_face="mtjax.families.gpt.hugging_face:TYPES",
     ),
     "llama": FamilyParts(
@@ -42,6 +48,8 @@ FAMILIES: dict[str, FamilyParts] = {
         costs="mtjax.families.gpt.costs:decoder",
         samples="mtjax.families.gpt.samples:SAMPLES",
         with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
+        distilled="mtjax.families.gpt.distilled:DistilledGPT",
+        predicting="mtjax.families.gpt.predicting:PredictingGPT",
         hugging_face="mtjax.families.gpt.hugging_face:TYPES",
     ),
     "hybrid": FamilyParts(

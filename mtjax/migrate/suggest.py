@@ -7,7 +7,7 @@ from mtjax.errors import nearest, shortened
 from mtjax.migrate.megatron import by_name
 from mtjax.migrate.other_tools import OTHERS
 
-_N = re.compile(r"(?<![A-Z])N(?![A-Z])")
+_N = re.compile(r"\bN\b")
 """Placeholder of a value in the text of a row."""
 
 

@@ -39,10 +39,9 @@ class LanguageModel(Trunk, Protocol):
 def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
     # Heads, teachers and further predictions are subclasses: the language model knows none of them.
+    parts = FAMILIES[config.model.family]
     if config.model.head != "language":
-        return load_part(FAMILIES[config.model.family].with_head)
+        return load_part(parts.with_head)
     if config.finetuning.teacher is not None:
-        return load_part("mtjax.families.gpt.distilled:DistilledGPT")
-    if config.model.mtp_num_layers:
-        return load_part("mtjax.families.gpt.predicting:PredictingGPT")
-    return load_part(FAMILIES[config.model.family].model)
+        return load_part(parts.distilled)
+    return load_part(parts.predicting if config.model.mtp_num_layers else parts.model)

@@ -22,7 +22,7 @@ def after(known: Sequence[Array], x: Array) -> Array:
 
 def _select(x: Array, *known: Array) -> Array:
     bits = sum(lax.bitcast_convert_type(first(a), jnp.uint32) & 1 for a in known)
-    # XLA: it does not find out that this is true of all numbers. Fused into what reads `x`: no copy, the same bits.
+    # XLA: the condition is always true, which XLA can't prove; the select is fused into what reads `x`, without a copy.
     return jnp.where(bits <= len(known), x, jnp.zeros_like(x))
 
 

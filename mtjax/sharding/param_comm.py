@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import layout as memory_layout
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
@@ -243,7 +243,7 @@ def gathered(how: ShardedParam, shard: Array) -> Array:
 
 def row_major(a: Array) -> Array:
     """Returns an array in row-major memory layout; every mesh axis is manual."""
-    return memory_layout.with_layout_constraint(a, memory_layout.Layout(major_to_minor=tuple(range(a.ndim))))
+    return with_layout_constraint(a, Layout(major_to_minor=tuple(range(a.ndim))))
 
 
 # --- reduction over ranks, and the arrays by which a loss is differentiated

@@ -55,8 +55,8 @@ class AccumulateUnrolled(Accumulate):
 
     def zeros(self, records: Tree, wrapped: Tree, shards: Tree) -> Tree:
         """See `Accumulate.zeros`."""
-        # XLA: matrices are accumulated where they are used, which fuses the addition into the product. For vectors each
-        # addition would be a kernel, so they are accumulated stacked.
+        # XLA: accumulating a matrix where it is used fuses the addition into the product. For vectors each addition
+        # would be a kernel, so they are accumulated stacked.
         stacked = differentiable_shards(wrapped)
         return zeros_like_shards(
             jax.tree.map(lambda r, stack, layers: layers if r.is_matrix else stack, records, stacked, shards)
@@ -130,7 +130,8 @@ def _for_unrolled(layer: ShardedParam) -> ShardedParam:
     parts = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
     if parts is not None and (parts == layer.reduction.dim or not can_be_apart(layer.names[parts:])):
         parts = None
-    # Its gradient is computed in the type in which it is sent. XLA: nothing is cast where products read it.
+    # XLA: its gradient is computed in the type in which it is sent, so XLA adds no cast in front of the products that
+    # read it.
     dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
     # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.
     shard = lax.stop_gradient(layer.sent)

@@ -19,7 +19,7 @@ def open_batches(
         dataset,
         rows=lambda size: process_rows(placed.batch_sharding, size),
         start_sample=consumed,
-        schedule=batch_schedule,
+        batch_schedule=batch_schedule,
     )
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from mtjax import cli
+from mtjax.config import Config, replace
 from mtjax.convert.model_types.registry import MODEL_TYPES, family_of_config, family_of_model
 from mtjax.convert.saved_model import parse_named
 from mtjax.convert.stream import check_folder, config_of, understood
 from mtjax.errors import UserError
+from mtjax.families.registry import FAMILIES
+from tests.families.dummy import ROW
 
 
 @pytest.mark.parametrize(
@@ -315,6 +318,16 @@ def test_a_t5_s_output_is_tied_as_in_transformers_5(
             MODEL_TYPES[kind].model_settings(config, names, "config.json")
     else:
         assert MODEL_TYPES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
+
+
+def test_a_family_without_types_of_transformers_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "dummy", ROW)
+    for family, said in (
+        ("dummy", "use --to mtjax:DIR"),
+        ("retro", "write its decoder as a gpt with --without-encoder"),
+    ):
+        with pytest.raises(UserError, match=f"^transformers has no model of the family {family}: {said}$"):
+            family_of_model(replace(Config(), family=family).model)
 
 
 @pytest.mark.parametrize(

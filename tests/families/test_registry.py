@@ -33,9 +33,11 @@ def test_the_parts_of_a_row_are_what_their_readers_expect(family: str):
     assert anatomy_of(replace(Config(), family=family, vocab_size=100, **layers).model).weights
     assert isinstance(samples_of(family), FamilySamples)
     assert all(isinstance(model_type, ModelType) for model_type in row.hugging_face and load_part(row.hugging_face))
-    for name in filter(None, (row.model, row.with_head)):
+    for name in filter(None, (row.model, row.with_head, row.distilled, row.predicting)):
         assert {*dir(load_part(name))} >= METHODS, name
-    assert bool(row.with_head) == (family_of(family).choices.get("head") != ("language",))
+    assert bool(row.with_head) == (family in ("gpt", "llama", "bert"))
+    assert bool(row.with_head) or "head" not in family_of(family).choices, "follows from the row"
+    assert bool(row.predicting) == ("mtp_num_layers" in family_of(family).own)
 
 
 def test_the_parts_of_a_family_are_imported_when_they_are_used():

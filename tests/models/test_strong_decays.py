@@ -26,13 +26,13 @@ WEIGHTS = RANDOM.normal(size=X.shape).astype(np.float32)
 STRONG = np.array([[-9.0, -7.0]], np.float32)
 
 
-def mamba(a: jax.Array) -> jax.Array:
-    return scan(ScanInputs(*map(jnp.asarray, (X, RATE, KEY, C))), a, 32, 1)[0]
+def mamba(a: jax.Array, size: int) -> jax.Array:
+    return scan(ScanInputs(*map(jnp.asarray, (X, RATE, KEY, C))), a, size, S // size)[0]
 
 
-def delta(a: jax.Array) -> jax.Array:
+def delta(a: jax.Array, size: int) -> jax.Array:
     query, key, value, rate = map(jnp.asarray, (C, KEY, X, RATE))
-    return delta_scan(DeltaInputs(query, key, value, rate * a, rate), 32, 1)[0]
+    return delta_scan(DeltaInputs(query, key, value, rate * a, rate), size, S // size)[0]
 
 
 def mamba_64(a: np.ndarray) -> np.ndarray:
@@ -54,13 +54,14 @@ def delta_64(a: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("ours", "in_64"), [(mamba, mamba_64), (delta, delta_64)])
-def test_gradients_of_strong_decays_are_as_exact_as_others(ours: Callable, in_64: Callable) -> None:
-    """Beside differences of the recurrence in float64."""
+@pytest.mark.parametrize("size", [32, 8])
+def test_gradients_of_strong_decays_are_as_exact_as_others(ours: Callable, in_64: Callable, size: int) -> None:
+    """Of one chunk and of several, beside differences of the recurrence in float64."""
     expected, step = np.zeros_like(STRONG, np.float64), 1e-4
     for head in range(H):
         one = step * np.eye(H)[None, head]
         difference = in_64(STRONG + one) - in_64(STRONG - one)
         expected[0, head] = (difference * WEIGHTS).sum() / (2 * step)
     with jax.set_mesh(mesh_of("1x1")), use_rules(layout_of(tiny_config().model, MeshShape()).rules):
-        found = jax.jit(jax.grad(lambda a: (ours(a) * WEIGHTS).sum()))(jnp.asarray(STRONG))
+        found = jax.jit(jax.grad(lambda a: (ours(a, size) * WEIGHTS).sum()))(jnp.asarray(STRONG))
     assert relative(np.asarray(found), expected) < 1e-5

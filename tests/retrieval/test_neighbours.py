@@ -169,7 +169,7 @@ def test_batches_go_on_anywhere_also_in_worker_processes(folder: Path) -> None:
 
     def batches(start: int, samples: WithNeighbours) -> list[dict[str, np.ndarray]]:
         rows = np.array([0, 3])
-        with open_loader(Config(), samples, rows=rows, start_sample=start, schedule=constant(4)) as loader:
+        with open_loader(Config(), samples, rows=rows, start_sample=start, batch_schedule=constant(4)) as loader:
             return list(loader)
 
     in_worker = pickle.dumps(samples)

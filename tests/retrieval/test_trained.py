@@ -445,7 +445,11 @@ def test_a_run_is_loaded_onto_virtual_devices(folder: Path) -> None:
         (generate, "--retrieve {0}/wide x", "was made with --chunk 16, and the model's retro_chunk is 8"),
         (generate, "--sources x", "--sources requires --retrieve: add that, or remove it"),
         (generate, "--retrieve {0}/near --interactive", "a retro runs the whole model for each token and does not"),
-        (convert, "--to hf:{0}/hf", "transformers has no Retro: write its decoder as a gpt with --without-encoder"),
+        (
+            convert,
+            "--to hf:{0}/hf",
+            "transformers has no model of the family retro: write its decoder as a gpt with --without-encoder",
+        ),
         (convert, "--to megatron:{0}/m --pipeline 3", "--pipeline 3 does not support a retro, which has no stages"),
         (convert, "--to megatron:{0}/m --ckpt-format torch_dist", "a retro is written in the format torch only"),
         (convert, "--to megatron:{0}/m --transformer-impl legacy", "not support family retro"),

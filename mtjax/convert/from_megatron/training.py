@@ -1,4 +1,4 @@
-"""Translates batches, schedules, precision and data of a Megatron-LM run."""
+"""Translates batches, learning rates, precision and data of a Megatron-LM run."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def translate_plain(to: Translation) -> None:
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
 
-def translate_schedule(to: Translation) -> None:
+def translate_batches_and_rates(to: Translation) -> None:
     """Adds batch sizes, steps, learning rates and weight decay to a translation.
 
     Raises:
@@ -39,7 +39,7 @@ def translate_schedule(to: Translation) -> None:
         to.set("rampup_batch_size", {"rampup_batch_size": list(to.get("rampup_batch_size"))})
         to.differences.append(
             "--rampup-batch-size: learning rate schedules count steps in mtjax, and samples in Megatron: while batches"
-            " are small, mtjax's schedule advances faster per sample"
+            " are small, mtjax's learning rate schedule advances faster per sample"
         )
     for dest, setting in (
         ("lr_decay_samples", "decay_steps"),

@@ -8,12 +8,12 @@ from mtjax.convert.from_megatron.model import translate_model
 from mtjax.convert.from_megatron.output import translate_output
 from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh
 from mtjax.convert.from_megatron.training import (
+    translate_batches_and_rates,
     translate_data,
     translate_optimizer_memory,
     translate_plain,
     translate_precision,
     translate_qk_clip,
-    translate_schedule,
 )
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
@@ -33,7 +33,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     translate_model(to)
     translate_plain(to)
     mesh = translate_mesh(to)
-    translate_schedule(to)
+    translate_batches_and_rates(to)
     translate_precision(to)
     translate_layout(to, mesh)
     translate_optimizer_memory(to)

@@ -17,6 +17,11 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 """In the order in which an export prefers types that can represent a model equally well."""
 
 
+_INSTEAD = {"retro": "write its decoder as a gpt with --without-encoder"}
+"""Family without types of transformers -> what to write instead."""
+_OTHERS = "use --to mtjax:DIR"
+
+
 def family_of_config(config: Json, source: str) -> ModelType:
     """Returns the family that a config.json names.
 
@@ -57,8 +62,10 @@ def family_of_model(model: Model, original: str | None = None) -> ModelType:
     Raises:
       UserError: there is none; lists the settings that the closest family can't represent.
     """
-    if model.family == "retro":
-        raise UserError("transformers has no Retro: write its decoder as a gpt with --without-encoder")
+    if not FAMILIES[model.family].hugging_face:
+        raise UserError(
+            f"transformers has no model of the family {model.family}: {_INSTEAD.get(model.family, _OTHERS)}"
+        )
     if original is not None and original in MODEL_TYPES and not MODEL_TYPES[original].misfits(model):
         return MODEL_TYPES[original]
     misfits = {name: family.misfits(model) for name, family in MODEL_TYPES.items()}

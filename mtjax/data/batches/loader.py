@@ -39,7 +39,7 @@ class StepBatches:
       dataset: samples, numbered as the run consumes them.
       rows: this process's rows of a global batch of each size.
       start_sample: samples consumed before step 0 of the source.
-      schedule: global batch sizes.
+      batch_schedule: global batch sizes.
       limit: samples that may be consumed.
       timeout: seconds that making one batch may take.
     """
@@ -47,16 +47,16 @@ class StepBatches:
     dataset: Dataset
     rows: Mapping[int, np.ndarray]
     start_sample: int
-    schedule: BatchSchedule
+    batch_schedule: BatchSchedule
     limit: int
     timeout: float
 
     def __len__(self) -> int:
-        return self.schedule.steps_between(self.start_sample, self.limit)
+        return self.batch_schedule.steps_between(self.start_sample, self.limit)
 
     def __getitem__(self, index: Any) -> Sample:
-        consumed = self.schedule.advance(self.start_sample, int(index))
-        rows = consumed + self.rows[self.schedule.batch_size(consumed)]
+        consumed = self.batch_schedule.advance(self.start_sample, int(index))
+        rows = consumed + self.rows[self.batch_schedule.batch_size(consumed)]
 
         def read() -> Sample:
             return stack([self.dataset[int(row)] for row in rows])
@@ -185,7 +185,9 @@ class Loader(Iterator[Sample]):
         self.close()
 
 
-def open_loader(config: Config, dataset: Dataset, *, rows: Rows, start_sample: int, schedule: BatchSchedule) -> Loader:
+def open_loader(
+    config: Config, dataset: Dataset, *, rows: Rows, start_sample: int, batch_schedule: BatchSchedule
+) -> Loader:
     """Batches of this process from position `start_sample` on.
 
     Args:
@@ -194,13 +196,13 @@ def open_loader(config: Config, dataset: Dataset, *, rows: Rows, start_sample: i
       rows: this process's rows of a global batch, ascending; with a batch-size ramp a function of the batch size.
         Several processes may have the same row.
       start_sample: samples consumed so far: what a checkpoint stores.
-      schedule: global batch size by consumed samples.
+      batch_schedule: global batch size by consumed samples.
 
     Returns:
       An iterator of the datasets' arrays, `[rows, ...]`, and `sample_index` uint32[rows], each sample's number in the
       order of the run. It ends when the dataset has no full global batch left.
     """
     # As a table: worker processes get no function, which may hold a mesh with its devices.
-    by_size = {size: rows(size) if callable(rows) else rows for size in schedule.batch_sizes()}
-    source = StepBatches(dataset, by_size, start_sample, schedule, len(dataset), config.data.loader_timeout)
+    by_size = {size: rows(size) if callable(rows) else rows for size in batch_schedule.batch_sizes()}
+    source = StepBatches(dataset, by_size, start_sample, batch_schedule, len(dataset), config.data.loader_timeout)
     return Loader(source, config.data.num_workers, config.data.loader_timeout)

@@ -118,7 +118,7 @@ def check_hybrid_run(config: "Config") -> None:
 HYBRID_FAMILY = Family(
     kind="decoder",
     defaults={**LLAMA.defaults, "position": "none", "activation": "relu2"},
-    choices={"position": ("none", "rope"), "norm_placement": ("pre",), "head": ("language",)},
+    choices={"position": ("none", "rope"), "norm_placement": ("pre",)},
     own=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,
     refused_elsewhere=HYBRID,
     check=check_hybrid,

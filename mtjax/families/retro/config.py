@@ -147,7 +147,7 @@ def check_retro_run(config: "Config") -> None:
 RETRO_FAMILY = Family(
     kind="retrieval",
     defaults=GPT.defaults,
-    choices={"position": ("learned",), "norm_placement": ("pre",), "head": ("language",)},
+    choices={"position": ("learned",), "norm_placement": ("pre",)},
     own=RETRO,
     refused_elsewhere=RETRO,
     check=check_retro,

@@ -38,7 +38,7 @@ T5 = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("relative", "learned"), "norm_placement": ("pre",), "head": ("language",)},
+    choices={"position": ("relative", "learned"), "norm_placement": ("pre",)},
     own=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers", "output_scale"}),
     refused_elsewhere=frozenset({"relative_bias_layers"}),
     check=check,

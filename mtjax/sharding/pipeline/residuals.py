@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from mtjax.sharding.axes import fully_manual, varying_like
+from mtjax.sharding.param_comm import row_major
 
 Tree = Any
 Vjp = Callable[[Tree], tuple[Tree, Tree]]
@@ -148,9 +148,6 @@ def take_from_slot(buffers: Tree, slot: Array) -> Tree:
 
     # XLA: in the last ticks nothing is written to slots any more, and the layout of the buffers would be chosen for the
     # products that read them. Between the two loops all buffers would be copied, and be alive twice.
-    def row_major(shard: Array) -> Array:
-        return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
-
     return jax.tree.map(one, buffers)
 
 

@@ -40,7 +40,7 @@ def workers_since(before):
 
 
 def load(dataset, rows, start, schedule, workers=0):
-    with open_loader(settings(workers), dataset, rows=rows, start_sample=start, schedule=schedule) as loader:
+    with open_loader(settings(workers), dataset, rows=rows, start_sample=start, batch_schedule=schedule) as loader:
         return list(loader)
 
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_on_any_number_of_processes_sees_the_next_sample(processes
 def test_an_error_in_the_data_names_its_cause(workers):
     with (
         open_loader(
-            settings(workers), Numbers(64, fails_at=20), rows=np.arange(8), start_sample=0, schedule=constant(8)
+            settings(workers), Numbers(64, fails_at=20), rows=np.arange(8), start_sample=0, batch_schedule=constant(8)
         ) as loader,
         pytest.raises(UserError, match=r"x\.bin holds garbage at sample 20"),
     ):
@@ -112,7 +112,9 @@ def test_an_unexpected_error_is_not_swallowed():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stalled_loader_is_an_error_in_time(workers):
     config = settings(workers, timeout=1.0)
-    loader = open_loader(config, Numbers(64, hangs_at=20), rows=np.arange(8), start_sample=0, schedule=constant(8))
+    loader = open_loader(
+        config, Numbers(64, hangs_at=20), rows=np.arange(8), start_sample=0, batch_schedule=constant(8)
+    )
     start = time.monotonic()
     with pytest.raises(UserError, match="reading samples 16 to 23 takes longer than 1 seconds: is a disk"):
         list(loader)
@@ -123,7 +125,7 @@ def test_a_stopped_worker_is_an_error_in_time(monkeypatch):
     monkeypatch.setattr("mtjax.data.batches.loader.GRACE", 1.0)
     before = set(psutil.Process().children())
     loader = open_loader(
-        settings(1, timeout=300.0), Numbers(100_000), rows=np.arange(8), start_sample=0, schedule=constant(8)
+        settings(1, timeout=300.0), Numbers(100_000), rows=np.arange(8), start_sample=0, batch_schedule=constant(8)
     )
     next(loader)
     loader._timeout = 1.0
@@ -137,7 +139,7 @@ def test_a_stopped_worker_is_an_error_in_time(monkeypatch):
 
 def test_a_killed_worker_is_an_error():
     before = set(psutil.Process().children())
-    loader = open_loader(settings(1), Numbers(100_000), rows=np.arange(8), start_sample=0, schedule=constant(8))
+    loader = open_loader(settings(1), Numbers(100_000), rows=np.arange(8), start_sample=0, batch_schedule=constant(8))
     next(loader)
     workers = workers_since(before)
     assert workers
@@ -150,7 +152,7 @@ def test_a_killed_worker_is_an_error():
 
 def test_closing_ends_the_workers():
     before = set(psutil.Process().children())
-    loader = open_loader(settings(2), Numbers(10_000), rows=np.arange(8), start_sample=0, schedule=constant(8))
+    loader = open_loader(settings(2), Numbers(10_000), rows=np.arange(8), start_sample=0, batch_schedule=constant(8))
     next(loader)
     loader.close()
     assert not workers_since(before)
