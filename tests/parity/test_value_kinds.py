@@ -12,7 +12,7 @@ auto = pytest.importorskip("transformers.models.auto.configuration_auto")
 
 ANOTHER = {"mpt": {"logit_scale"}}
 """Keys of which mtjax supports fewer values than transformers, in any kind."""
-EXAMPLES = {"str": ("L",), "list": ([1], ["full_attention"])}
+EXAMPLES = {"str": ("L", "auto"), "list": ([1], ["full_attention"])}
 """Values of kinds that most keys don't have, of which one must be accepted where the annotation has this kind."""
 
 
