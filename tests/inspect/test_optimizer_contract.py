@@ -82,7 +82,7 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
     assert (memory.parameters, memory.optimizer) == (0, 8)
     assert memory.host == memory.host_writes == of_moments + masters
     assert memory.host_reads == of_moments + 2 * masters
-    assert memory.peak < moments.memory.peak - masters / 2
+    assert memory.peak < moments.memory.peak - masters / 4
     for memory in (moments.memory, both.memory):
         assert 0.99 * memory.host_exposed_formula < memory.host_exposed <= memory.host_exposed_formula
         assert memory.host_exposed < 0.95 * (memory.host_reads + memory.host_writes)
