@@ -71,8 +71,9 @@ def family_of_model(model: Model, original: str | None = None) -> ModelType:
     misfits = {name: family.misfits(model) for name, family in MODEL_TYPES.items()}
     name = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[name]:
+        closest = original if original in misfits else name
         raise UserError(
-            f"transformers has no model with this architecture: the closest, {name}, does not support "
-            f"{', '.join(misfits[name])}"
+            f"transformers has no model with this architecture: the closest, {closest}, does not support "
+            f"{', '.join(misfits[closest])}"
         )
     return MODEL_TYPES[name]
