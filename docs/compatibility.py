@@ -11,7 +11,7 @@ from typing import Any
 from mtjax.config import Config, replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
-from mtjax.layout.attention_kernel import FEWEST_PACKED, MOST_PACKED, choose_kernel
+from mtjax.layout.attention_kernel import PACKED_TOKENS, choose_kernel
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
 
@@ -125,8 +125,8 @@ def refused() -> Iterator[tuple[Feature, Feature, str]]:
 
 
 _OF_DOCUMENTS = (
-    f"ask for it with --attention cudnn; for {FEWEST_PACKED:,} to {MOST_PACKED:,} tokens, heads of 64 or 128 and no "
-    "windows it is the default on Hopper"
+    f"ask for it with --attention cudnn; for {PACKED_TOKENS[0]:,} to {PACKED_TOKENS[-1]:,} tokens, "
+    "heads of 64 or 128 and no windows it is the default on Hopper"
 )
 
 

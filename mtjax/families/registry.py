@@ -1,6 +1,6 @@
 """Model families: a folder each, and a row here that says where its parts are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -31,27 +31,19 @@ class FamilyParts:
     `convert.model_types.family.ModelType`. "" for a family that transformers does not have."""
 
 
+_GPT = FamilyParts(
+    config="mtjax.families.gpt.config:GPT",
+    model="mtjax.families.gpt.model:GPT",
+    costs="mtjax.families.gpt.costs:decoder",
+    samples="mtjax.families.gpt.samples:SAMPLES",
+    with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
+    distilled="mtjax.families.gpt.distilled:DistilledGPT",
+    predicting="mtjax.families.gpt.predicting:PredictingGPT",
+    hugging_face="mtjax.families.gpt.hugging_face:TYPES",
+)
 FAMILIES: dict[str, FamilyParts] = {
-    "gpt": FamilyParts(
-        config="mtjax.families.gpt.config:GPT",
-        model="mtjax.families.gpt.model:GPT",
-        costs="mtjax.families.gpt.costs:decoder",
-        samples="mtjax.families.gpt.samples:SAMPLES",
-        with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
-        distilled="mtjax.families.gpt.distilled:DistilledGPT",
-        predicting="mtjax.families.gpt.predicting:PredictingGPT",
-        hugging_face="mtjax.families.gpt.hugging_face:TYPES",
-    ),
-    "llama": FamilyParts(
-        config="mtjax.families.gpt.config:LLAMA",
-        model="mtjax.families.gpt.model:GPT",
-        costs="mtjax.families.gpt.costs:decoder",
-        samples="mtjax.families.gpt.samples:SAMPLES",
-        with_head="mtjax.families.gpt.finetuned:FinetunedDecoder",
-        distilled="mtjax.families.gpt.distilled:DistilledGPT",
-        predicting="mtjax.families.gpt.predicting:PredictingGPT",
-        hugging_face="mtjax.families.gpt.hugging_face:TYPES",
-    ),
+    "gpt": _GPT,
+    "llama": replace(_GPT, config="mtjax.families.gpt.config:LLAMA"),
     "hybrid": FamilyParts(
         config="mtjax.families.hybrid.config:HYBRID_FAMILY",
         model="mtjax.families.hybrid.model:Hybrid",

@@ -23,10 +23,9 @@ HOPPER: Capability = (9, 0)
 AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
-FEWEST_PACKED, MOST_PACKED, PACKED_WIDTHS = 2048, 8192, (64, 128)
-"""Tokens of the samples, multiples of 64, and heads for which `auto` takes cuDNN's kernel for documents: shorter
-samples often have more of them than `documents_at_most`, and what it saves for the backward pass grows with the square
-of the sample."""
+PACKED_TOKENS, PACKED_WIDTHS = range(2048, 8192 + 1, 64), (64, 128)
+"""Tokens of samples and widths of heads for which `auto` takes cuDNN's kernel for documents: shorter samples often have
+more of them than `documents_at_most`, and what it saves for the backward pass grows with the square of the sample."""
 LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
 """Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
 time (docs/notes/speed.md)."""
@@ -151,7 +150,7 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     # Compared on an H100 for up to 8 documents in 2,048 tokens and heads of 128 (docs/gpu.md).
     is_chosen = (
         capability == HOPPER
-        and tokens in range(FEWEST_PACKED, MOST_PACKED + 1, PALLAS_BLOCK)
+        and tokens in PACKED_TOKENS
         and width in PACKED_WIDTHS
         and not is_windowed
         and config.finetuning.task != "chat"  # short conversations are often more than `documents_at_most`
