@@ -131,6 +131,7 @@ def measure(report: Report, path: Path) -> Measured:
     operations = list(read_operations(trace, report.step.module.name))
     if not operations:
         raise UserError(f"{trace} has no operation of {report.step.module.name}: it is not a trace of training steps")
+    # Before names are looked up: a matmul inside a fusion is known to the module, but its time is the fusion's.
     outer = outermost(report.step.module)
     operations = [replace(o, name=outer.get(o.name, o.name)) for o in operations]
     known = instructions(report.step)
@@ -183,6 +184,8 @@ def work_of(report: Report) -> dict[str, InstructionWork]:
             each, by_products = roofline.seconds(site.computation, site.instruction)
             name, seconds = name if by_products else MEMORY, site.count * each
         before = found.get(site.instruction.name)
+        # A computation that several loops call has one instruction at several sites, and the trace adds their times up
+        # under one name.
         if before is not None and before.predicted is not None:
             seconds = before.predicted + (seconds or 0.0)
         found[site.instruction.name] = InstructionWork(name, seconds)
@@ -291,6 +294,7 @@ def find_trace(path: Path) -> Path:
     found = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb")) if path.is_dir() else []
     if not found:
         raise UserError(f"{path} has no trace of jax's profiler (.xplane.pb): mtjax train --profile 10:13 writes one")
+    # A run's folder has a trace for each time it was profiled, and for each process.
     return max(found, key=lambda p: p.stat().st_mtime)
 
 
@@ -300,6 +304,7 @@ def check_same_run(trace: Path, config: Config) -> None:
     Raises:
       UserError: names the settings that differ.
     """
+    # RUN/profile/plugins/profile/DATE/HOST.xplane.pb.
     beside = next((p / "config.toml" for p in trace.parents[:5] if (p / "config.toml").is_file()), None)
     if beside is None:
         return
@@ -328,6 +333,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
     except Exception as e:
         raise UserError(f"{trace} can't be read as a trace of jax's profiler: {first_line(e)}") from e
     gpus = [plane for plane in planes if plane.name.startswith("/device:")]
+    # On CPUs operations run in the host's threads.
     for plane in gpus or planes:
         for line in plane.lines:
             if gpus and not line.name.startswith("Stream"):
@@ -335,6 +341,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
             for event in line.events:
                 stats: dict[str, Any] = dict(event.stats)
                 if str(stats.get("hlo_module", "")).partition("(")[0] == module and "hlo_op" in stats:
+                    # A plane is one GPU, but all virtual CPU devices share the host's plane.
                     device = f"{plane.name}/{stats.get('device_ordinal', 0)}"
                     yield Operation(str(stats["hlo_op"]), device, event.start_ns / 1e9, event.duration_ns / 1e9)
 
@@ -371,6 +378,7 @@ def _unnumbered(name: str) -> str:
 
 def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
     """Returns the number of traced steps: how often a device ran most of the operations that a step runs once."""
+    # The median: an operation at the edge of the traced window may be missing, or be there once more.
     once = {i.name for i in step.module.entry.instructions if i.opcode not in HOLDS_OTHERS}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for operation in operations:
@@ -386,6 +394,8 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
     for o in operations:
         first[o.device] = min(first.get(o.device, o.start), o.start)
         last[o.device] = max(last.get(o.device, 0.0), o.start + o.seconds)
+    # From first to last operation: the pause between steps, in which the host launches the next, is left out of a
+    # single step.
     return max(last[device] - first[device] for device in first) / steps
 
 

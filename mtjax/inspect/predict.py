@@ -91,6 +91,7 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
+    # By formula: copies to the host are no operations on either clock of the walk.
     copying = exposed_host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
     seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
@@ -126,8 +127,11 @@ def layer_timelines(roofline: Roofline) -> dict[str, tuple[Event, ...]]:
     for walked in roofline.walked.values():
         times = {phase: walked.phases[phase].total for phase in LAYER_PHASES if phase in walked.phases}
         inside = any(event.label.startswith("while") for event in walked.events)
+        # A layer's body has no loop in it, and does hardly anything but the layer: pipelines' ticks and microbatches'
+        # loops are left out.
         if not times or inside or sum(times.values()) < 0.5 * walked.seconds:
             continue
+        # With recompute the body has both, and is the backward pass.
         name = LAYER_BACKWARD if LAYER_BACKWARD in times else LAYER_FORWARD
         if walked.seconds > slowest.get(name, (0.0, ()))[0]:
             slowest[name] = (walked.seconds, tuple(walked.events))
