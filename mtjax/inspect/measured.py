@@ -28,7 +28,6 @@ from mtjax.inspect.measured_kernels import InstructionWork, MeasuredKernel, Ran,
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
-from mtjax.inspect.roofline import Roofline
 from mtjax.layout.mesh import AUTO, parse_mesh
 
 HOLDS_OTHERS = ("while", "call", "conditional")
@@ -174,7 +173,8 @@ def measure(report: Report, path: Path) -> Measured:
 
 def work_of(report: Report) -> dict[str, InstructionWork]:
     """Returns what each operation that a device runs does, by its name; no collectives."""
-    roofline, module, sent = roofline_of(report), report.step.module, {c.name for c in report.collectives}
+    roofline = report.time.roofline if report.time else None
+    module, sent = report.step.module, {c.name for c in report.collectives}
     found: dict[str, InstructionWork] = {}
     for site in scheduled(module):
         if site.instruction.name in sent:
@@ -192,21 +192,11 @@ def work_of(report: Report) -> dict[str, InstructionWork]:
     return found
 
 
-def roofline_of(report: Report) -> Roofline | None:
-    """Builds the roofline of a program, with what was read in its kernels; None where the hardware is not known."""
-    if report.time is None:
-        return None
-    roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
-    if report.time.kernels is not None:
-        roofline.use(report.time.kernels.by_instructions)
-    return roofline
-
-
 def by_cause(
     report: Report, works: Mapping[str, InstructionWork], operations: Iterable[Operation], steps: int, devices: int
 ) -> dict[str, OfCause]:
     """Returns the measured time per step by cause, with the prediction where the hardware is known."""
-    roofline, sent = roofline_of(report), {c.name for c in report.collectives}
+    roofline, sent = report.time.roofline if report.time else None, {c.name for c in report.collectives}
     causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
     for work in works.values():
         if work.predicted is not None:
@@ -275,7 +265,7 @@ def gaps(spans: list[tuple[float, float]]) -> float:
 
 def predict_sent(report: Report, measured: Measured) -> None:
     """Adds all collectives of the program, with their predicted time."""
-    roofline = roofline_of(report)
+    roofline = report.time.roofline if report.time else None
     for c in report.collectives:
         sent = measured.collectives.setdefault((c.phase, c.kind, c.axes), Sent())
         sent.count += c.count

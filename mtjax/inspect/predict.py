@@ -58,6 +58,8 @@ class TimeReport:
     """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
     kinds: Mapping[str, KindTime]
     """Computing time of each kind of layers, where there are several."""
+    roofline: Roofline
+    """What was walked, with the clocks and streams of this program."""
     copying: float = 0.0
     """Seconds of exposed copies of offloaded states from and to the host's memory."""
     kernels: KernelReport | None = None
@@ -117,6 +119,7 @@ def predict(
         hfu=flops / seconds / peak,
         layers=layer_timelines(roofline),
         kinds=time_of_kinds(roofline, step.anatomy.stacks, step.plan),
+        roofline=roofline,
         kernels=kernels,
     )
 
