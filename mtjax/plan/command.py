@@ -108,8 +108,9 @@ def _report(
         console.print(f"\nHint:  {hint}", soft_wrap=True)
     if peak_stage_memory(anatomy, plan).total > limit:
         with waiting(SEARCHING):
-            found = search(anatomy, plan, plan.mesh.size, server)
-            near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
+            space = Space(usable=options.usable)
+            found = search(anatomy, plan, plan.mesh.size, server, space)
+            near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server, space)
         hint = (
             f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
             if near
@@ -158,7 +159,7 @@ def _search(
     }
     base = Plan.of(run_config, MeshShape(), server.gpu.compute_capability, **settings)
     asked = run_config.training.unroll_layers
-    space = Space() if asked is None else Space(unrolled=(asked,))
+    space = Space(usable=options.usable, unrolled=(False, True) if asked is None else (asked,))
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None

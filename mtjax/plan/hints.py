@@ -13,7 +13,6 @@ from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.layout.attention_kernel import choose_kernel
 from mtjax.layout.plan import Plan
-from mtjax.plan.search import Space
 from mtjax.plan.units import gib, percent, seconds
 
 WORTH_SAYING = 0.02
@@ -23,7 +22,7 @@ WORTH_SAYING = 0.02
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
     """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
     found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, run, limit))
-    yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)))
+    yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server, limit)))
 
 
 def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> str | None:
@@ -72,14 +71,14 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     return f"{hint}; with --attention pallas, which has this dropout, {seconds(step_time(anatomy, own, server).total)}"
 
 
-def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
+def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
     """Returns a hint if the same plan without a loop over layers fits the memory and is faster."""
     unrolled = replace(plan, unrolled=True)
     if plan.unrolled or not plan.gains_by_unrolling(anatomy.model):
         return None
     now, then = (step_time(anatomy, each, server).total for each in (plan, unrolled))
     memory = peak_stage_memory(anatomy, unrolled).total
-    if now - then < WORTH_SAYING * now or memory > Space().usable * server.gpu.memory:
+    if now - then < WORTH_SAYING * now or memory > limit:
         return None
     return (
         f"the loop over layers copies what it saves: with --unroll-layers a step takes {seconds(then)} instead of "
