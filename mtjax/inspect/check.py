@@ -18,7 +18,7 @@ from mtjax.analysis.contract import (
     Expectation,
     Requirement,
 )
-from mtjax.inspect.check_notes import origin_text, uncertain_notes
+from mtjax.inspect.check_notes import missing_note, origin_text, subject, total_note, uncertain_notes
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
 from mtjax.inspect.cpu_promotion import NARROW
 from mtjax.inspect.hlo import Array, dtype_bits
@@ -225,12 +225,12 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         if elements >= required.min_elements and extra_scalars <= SMALL_BYTES // 4:
             status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
-            status, extra = "differs", [_total_note(required, elements, _full_stacks(claimed, landmarks))]
+            status, extra = "differs", [total_note(required, elements, _full_stacks(claimed, landmarks))]
         if wrong:
             return ContractLine(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
         return ContractLine(required, found, elements, status, tuple(extra))
     if found < required.count:
-        return ContractLine(required, found, found * required.elements, "missing", (_missing_note(required, found),))
+        return ContractLine(required, found, found * required.elements, "missing", (missing_note(required, found),))
     status = "differs" if wrong else "holds"
     return ContractLine(required, found, found * required.elements, status, tuple(wrong or notes))
 
@@ -304,9 +304,9 @@ def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tu
         what = f"{example.array}, from {origin_text(example.collective)}"
         if is_gpu and dtype != required.dtype:
             ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
-            wrong.append(f"{_what(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
+            wrong.append(f"{subject(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
         elif not is_gpu and _is_wrong_sum(original, required):
-            wrong.append(f"{_what(required)} reduces {original} instead of {required.dtype}: {what}")
+            wrong.append(f"{subject(required)} reduces {original} instead of {required.dtype}: {what}")
         elif dtype != required.dtype:
             notes.append(f"{dtype} for {required.dtype}: converted by XLA for CPUs")
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
@@ -320,35 +320,6 @@ def _is_wrong_sum(dtype: str, required: Requirement) -> bool:
     if required.line.kind not in SUMS or dtype == required.dtype:
         return False
     return dtype_bits(dtype) < dtype_bits(required.dtype) or required.line.dtype == "bfloat16"
-
-
-def _what(required: Requirement) -> str:
-    """Returns the subject of a message about a line."""
-    line = required.line
-    return f"{line.kind} over {line.axis} in {line.phase}"
-
-
-def _missing_note(required: Requirement, found: int) -> str:
-    line, number = required.line, required.count - found
-    return (
-        f"{number} of {required.count} {line.kind} over {line.axis} missing in {line.phase}: "
-        f"{required.elements:,} elements each ({line.elements})"
-    )
-
-
-def _total_note(required: Requirement, elements: int, at_once: list[str]) -> str:
-    """Returns the message about a pooled line with a wrong total."""
-    # Of all messages this case has a known cause and a name: XLA moved a gather out of the loop, which costs memory,
-    # too.
-    total = f"{elements:,} elements per step instead of {required.total:,}"
-    if at_once and required.line.kind == ALL_GATHER:
-        return (
-            f"{_what(required)} gathers all layers at once, outside the loop that should gather each layer when it is "
-            f"used, of {' and '.join(at_once)}: {total} ({required.line.elements})"
-        )
-    difference = elements - required.total
-    how = "many" if difference > 0 else "few"
-    return f"{_what(required)} sends {total}: {abs(difference):,} too {how} ({required.line.elements})"
 
 
 def _full_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> list[str]:

@@ -45,6 +45,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
     asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
+    # A kernel that was chosen by name is not questioned.
     if (plan.flash_attention and not plan.pallas_attention) or run.model.attention not in ("auto", "cudnn"):
         return None
     if _kernel(without, plan, server) == "cudnn":
@@ -56,6 +57,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     else:
         return None
     now = step_time(anatomy, plan, server).total
+    # Selective recompute leaves scores out, and flash attention stores none.
     recompute = "none" if plan.recompute == "selective" else plan.recompute
     fused = _changed(
         plan, run, flash_attention=True, pallas_attention=False, attention_dropout=False, recompute=recompute
