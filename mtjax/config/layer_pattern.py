@@ -52,6 +52,7 @@ def expanded(pattern: str) -> str:
     for part in _PART.finditer(pattern):
         if part.start() != end:
             break
+        # Six digits are more layers than are allowed, and Python refuses to read thousands of digits.
         unit, times = (part[3], 1) if part[3] else (part[1], int(part[2][:6]))
         _check_letters(unit, pattern)
         if times < 1 or len(letters) + times * len(unit) > MOST_LAYERS:
