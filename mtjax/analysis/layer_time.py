@@ -140,8 +140,11 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
             for products in (4, 3)  # of keys and values, and of queries
         )
     if plan.flash_attention:
-        causal_half = 2 * queries * keys * width * heads
-        return machine.flash(causal_half), machine.flash(2.5 * causal_half)
+        values = width - scores.narrower
+        # Of the 2 FLOPs of each pair and channel the causal half. Scores and output; backward scores, and the gradients
+        # of probabilities, values, queries and keys.
+        causal_half = queries * keys * heads
+        return machine.flash(causal_half * (width + values)), machine.flash(causal_half * (3 * width + 2 * values))
     if plan.attention_in_blocks and not plan.context_parallelism:
         return _in_blocks(scores, plan, machine)
     pairs = heads * queries * keys
