@@ -132,7 +132,9 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
     in_slots = plan.is_staged and plan.recompute != "full"
     for size in saved_per_loop(stack, plan).values():
         if size and layers > 1:
+            # Written once and read once, each a read and a write.
             yield Copy(SAVED, 2 * size / layers, 2)
+            # One fill for the stack of all layers.
             yield Copy(ZEROS, size, 1 / layers)
         if size and in_slots:
             yield Copy(SAVED, 2 * size, 2 / layers)
@@ -178,6 +180,7 @@ def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
             continue
         size = _accumulated(parameter, plan)
         if _accumulates(plan):
+            # A gradient that is reduced in the backward pass has been converted to float32 before.
             new = plan.element_bytes if parameter.is_matrix and not plan.reduces_in_backward else FLOAT32
             if plan.is_staged:
                 # XLA: the loop over ticks copies the accumulated gradients of a layer before it adds to them.

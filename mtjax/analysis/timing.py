@@ -145,6 +145,7 @@ def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Softwa
     machine = _machine(server, plan.element_bytes, None)
     if not plan.is_staged:
         plan = _as_run_by(software, plan)
+        # A bound that is above the time by a rounding error would rule out the plan itself.
         return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
     alike = _alike(plan)
     longest = max(
@@ -192,6 +193,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         else 0.0
     )
     spent = spent_on_stages(anatomy, plan, machine)
+    # Share of ticks with work: what layers send in the others is part of the bubble.
     counts = m * plan.chunks * sections / ticks
     beside = hidden_in_ticks(anatomy, plan, spent[MODEL], products / counts)
     on_layers, to_experts = spent[MODEL] - beside, spent[EXPERT]
