@@ -199,9 +199,11 @@ def _sent(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
         reduced = [parameter for parameter in parameters if parameter.is_trainable and parameter.is_replicated]
         if reduced:
             yield Copy(SENT, 2 * FLOAT32 * sum(parameter.elements for parameter in reduced))
+        # Into the joint array in one kernel, out of it in one for each parameter.
         yield from (Copy(SENT, 2 * FLOAT32 * parameter.elements) for parameter in reduced)
         return
     for parameter in parameters:
+        # The products of unrolled layers compute these gradients in float32 already.
         if plan.unrolled and plan.zero == 3 and parameter.is_sharded:
             continue
         if parameter.is_trainable and parameter.is_matrix and parameter.is_replicated:
@@ -220,6 +222,7 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
     accumulated = layers * _accumulated(parameter, plan)
     yield Copy(SUMS, 2 * FLOAT32 * accumulated) if plan.unrolled else Copy(ZEROS, FLOAT32 * accumulated)
     if plan.zero == 1 and parameter.is_sharded and not plan.reduces_in_backward:
+        # Copied out of the stack, and laid out so that each rank's part is in one piece.
         yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements, 2 * layers)
 
 

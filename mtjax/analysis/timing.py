@@ -332,9 +332,11 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights
+    # Weights and moments are read and written, gradients read twice: for their norm and for the update.
     states = 2 * (stored + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
     if plan.residuals == "jax" and plan.optimizer.name != "adamw":
+        # Other optimizers have states of other shapes, which `state_bytes` counts.
         states -= 2 * precision.optimizer
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)

@@ -67,6 +67,7 @@ class _Heads(Part):
         of the gathered input and, without context parallelism, its gradient before the reduce-scatter."""
         c, samples = plan.element_bytes, plan.microbatch_size
         inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
+        # A fused kernel writes the gradients of query, key and value at once.
         has_all = not plan.keeps_scores and not plan.context_parallelism
         input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
         gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.splits_stream else 0.0
