@@ -264,6 +264,7 @@ def check_recompute(model: Model, training: Training) -> None:
             f"recompute_method block needs identical layers, and first_dense_layers is "
             f"{model.first_dense_layers}: use uniform"
         )
+    # Layers with and without experts alternate, so that no loop has groups of equal ones.
     if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
         named = [f"recompute_method {training.recompute_method}"] if training.recompute_method == "block" else []
         named += [f"recompute_num_layers {number}"] if number > 1 else []

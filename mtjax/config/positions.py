@@ -39,6 +39,7 @@ def _check_windows(model: Model) -> None:
 
 
 def _check_pattern(model: Model, name: str, pattern: str) -> None:
+    # The rest of a longer pattern would be ignored, which a typing error looks like.
     if len(pattern) > model.num_layers:
         raise UserError(
             f"{name} {pattern} is for {len(pattern)} layers, and num_layers is {model.num_layers}: use a pattern of "

@@ -140,6 +140,7 @@ def find(name: str | Path) -> Path:
         why = e.strerror if isinstance(e, OSError) else e
         raise UserError(f"--config {str(name)[:60]!r} can't be read: {why}") from e
     shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
+    # Also by a path in a checkout (configs/NAME.toml), which an installed package does not have.
     if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
         return shipped[path.name.removesuffix(".toml")]
     hint = nearest(path.name.removesuffix(".toml"), shipped)

@@ -192,6 +192,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                         )
                         for method in expert_dispatches(anatomy, plan):
                             for unrolled in _unrolled(anatomy, plan, space):
+                                # Most plans change neither, and need no copy.
                                 own = plan.expert_dispatch == method and plan.unrolled == unrolled
                                 yield plan if own else replace(plan, expert_dispatch=method, unrolled=unrolled)
 
