@@ -203,7 +203,6 @@ def parse(
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
     shown = ConfigDefaults(path.name, dataclasses.asdict(config.replace(config.Config(), family=start.model.family)))
-    # One dataclass of all sections, so that tyro knows every option of the command, with the file's values as defaults.
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common, shown)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
