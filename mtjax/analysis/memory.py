@@ -351,21 +351,18 @@ def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
 
 
 def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
-    """Returns the peak bytes of a layer's backward pass in JAX: in attention's, or in the MLP's, which comes before.
-
-    A loop over layers copies a layer's saved activations out of their stacks, or recomputes them: query, key, value and
-    attention's output, probabilities with their mask, the inputs of norms and, with full recompute, their outputs.
-    Unrolled layers read them in place, and so does a single layer, as XLA removes a loop of one iteration.
-    During the MLP's backward pass the dropped-out probabilities are alive in the compute dtype, during attention's the
-    MLP's pending arrays. Outside the loop are the embeddings with their mask, the last layer's output and its gradient.
-    """
+    """Returns the peak bytes of a layer's backward pass in JAX: in attention's, or in the MLP's, which comes before."""
     c = plan.element_bytes
+    # XLA: a loop over layers copies a layer's saved activations out of their stacks, or recomputes them; with full
+    # recompute also the outputs of norms. Unrolled layers read them in place, and so does a single layer, as it removes
+    # a loop of one iteration.
     in_place = _read_in_place(stack, plan)
     copied = sum(kinds.get(name, 0) for name in COPIED if name not in in_place)
     copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
     copied += kinds.get(STATISTICS, 0) if plan.packs_documents and STATISTICS not in in_place else 0
     copied = 0 if plan.unrolled else copied
-    # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
+    # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop, which
+    # are the embeddings with their mask, the last layer's output and its gradient.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = stream_element * plan.microbatch_size * _stream_elements(stack, plan)
     return copied + stream + parts_peak(stack, plan)
