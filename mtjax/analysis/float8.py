@@ -78,6 +78,7 @@ def gathered_types(model: Model, plan: Plan) -> tuple[Dtype, Dtype]:
     in_16_bits = model.lora_rank or unfit_products(model, plan.mesh.model)
     if plan.fp8 != "delayed" or not plan.sequence_parallel or in_16_bits:
         return "compute", "compute"
+    # Only where all products of a sequence are in 8 bits: one in 16 would need the sequence gathered in 16.
     return "float8_e4m3fn", "float8_e5m2" if plan.fp8_format == "hybrid" else "float8_e4m3fn"
 
 

@@ -117,6 +117,7 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     check_together([asked, *found])
     by_content: dict[str, Embeddings] = {}
     for each in found:
+        # Files are told apart by their text, not by their names: a copy of a corpus would be its own nearest neighbour.
         if (first := by_content.setdefault(each.header.content, each)) is not each:
             raise UserError(
                 f"--embeddings {first.path} and {each.path} are of the same text, and each chunk would find itself in "

@@ -77,6 +77,7 @@ def run(options: Options) -> None:
     """
     check(options)
     rows = _rows(options)
+    # float64, in which a score that is read is compared as it was written.
     scores = np.array(_scores(options, rows), np.float64)
     kept = selected(scores, options)
     # Rows were checked to exist, so the range in the message is never empty.

@@ -291,6 +291,7 @@ def time_lines(report: Report) -> str:
     t = report.time
     if t is None:
         return "\n".join(lines)
+    # Less than a microsecond is rounding.
     exposed = ", ".join(f"{axes} {duration(s)}" for axes, s in t.exposed_by_axes.items() if s >= 1e-6)
     lines += [
         f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib
 
+# Before anything else of matplotlib: its default looks for a display.
 matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
