@@ -92,6 +92,7 @@ def copies_in_turn(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
     found = list(_sent(parameters, plan))
     if not plan.unrolled:
         found += [*_saved(stack, plan), *_casts(parameters, plan), *_sums(parameters, plan)]
+        # A copy of nothing takes a launch.
         found.append(Copy(LAUNCHES, 0, _launches(stack, parameters, plan)))
     return found
 

@@ -102,8 +102,10 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The peak. Logits are free when the layers' backward pass begins, activations when gradients are reduced, and
-        there are no gradients during the teacher's forward pass."""
+        """The peak."""
+        # The moments that may be it: the loss, with parameters prefetched and the layers' gradients not there yet; a
+        # layer's backward pass, without logits; the reduction after the layers, without activations; and the teacher's
+        # forward pass, without gradients.
         working = self.working - min(self.later, self.reused)
         inside = self.kept + max(working, self.logits + self.ahead - self.later) - self.last
         most = self.gradients + max(inside, self.finishing)
@@ -140,6 +142,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         + float8_weight_bytes(anatomy, plan)
     ):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
+    # Experts and all else are sharded over different numbers of ranks.
     states = shared_states(anatomy, plan, counts.shared, trainable.shared)
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
@@ -151,6 +154,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if anatomy.predictors is not None:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
     outside = g * _accumulated_outside(plan, trainable) + block_gradients(anatomy, plan)
+    # Gradients of unrolled layers come one by one and are joined to stacks: the largest is there twice for a moment.
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     scales, found = float8_state_bytes(anatomy, plan)
     # With several microbatches the accumulated gradients are there from the beginning.

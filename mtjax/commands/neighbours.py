@@ -87,6 +87,7 @@ def run(config: Config, options: Options) -> None:
     Raises:
       UserError: options, embeddings, embedder or data can't be used, or the output exists.
     """
+    # A run's own setting names the files that it will read.
     output = options.output or (Path(config.data.neighbours) if config.data.neighbours else None)
     if output is None:
         raise UserError("--output is missing: the prefix of the files to write")
