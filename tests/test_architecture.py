@@ -41,8 +41,8 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("after", "axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
-            *("vocab_weighted", "zero", "grad_accumulation", "rank_values", "float8", "float8_rows"),
-            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
+            *("vocab_weighted", "zero", "gradients", "rank_values", "float8", "float8_rows"),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "param_comm", "unstack"),
         )
     },
     "data": BASE,
@@ -217,10 +217,7 @@ def test_nothing_imports_a_main_nor_a_last_tool() -> None:
 
 
 CORE = {
-    "sharding": (
-        *("mesh", "axes", "param_specs", "placement", "param_comm", "vocab", "vocab_embedding"),
-        *("no_hoist", "manual_region", "zero", "grad_accumulation", "gradients"),
-    ),
+    "sharding": (*("axes", "param_specs", "param_comm", "vocab", "vocab_embedding", "zero", "gradients"),),
     "models": (
         *("linear", "project", "norms", "activations", "dropout"),
         *("embedding", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),

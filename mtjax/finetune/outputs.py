@@ -14,7 +14,7 @@ from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 
 
 class Outputs:

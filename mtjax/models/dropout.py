@@ -8,8 +8,7 @@ from jaxtyping import Int, Key
 
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.recompute import DROPOUT_MASK
-from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import no_hoist, where
+from mtjax.sharding.axes import no_hoist, spec, where
 
 
 def dropout(

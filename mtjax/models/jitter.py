@@ -6,8 +6,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from mtjax.models.threefry import random_bits
-from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import no_hoist, spec
 
 
 def jitter(

@@ -18,7 +18,7 @@ from mtjax.models.run_alone import run_alone
 from mtjax.models.stack import Residual, Stack, run_layer
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.grad_accumulation import (
+from mtjax.sharding.gradients import (
     accumulate_grads_into,
     seed_cotangents,
     split_accumulators,

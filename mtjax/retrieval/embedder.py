@@ -23,7 +23,7 @@ from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 
 SHORTEST = 32
 """Tokens of the shortest shape; each next one is twice as long."""

@@ -14,7 +14,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.retrieval.vectors import Vectors
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.global_batch import global_batch
-from mtjax.sharding.placement import batch_sharding
+from mtjax.sharding.param_specs import batch_sharding
 
 BLOCK = 1 << 16
 """Vectors of a block on each device."""

@@ -17,7 +17,7 @@ from mtjax.config.layer_pattern import KIND_OF
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.sharding.axes import shard_like_rows
-from mtjax.sharding.placement import min_and_sum_over_shards
+from mtjax.sharding.param_specs import min_and_sum_over_shards
 
 Tree = Any
 

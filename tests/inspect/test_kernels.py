@@ -189,7 +189,7 @@ def test_occupancy_is_that_of_nvidias_calculator():
 
 def test_the_innermost_line_of_mtjax_is_named():
     text = (
-        'HloModule m\n\nFileNames\n1 "/x/mtjax/models/dropout.py"\n2 "/x/mtjax/sharding/no_hoist.py"\n'
+        'HloModule m\n\nFileNames\n1 "/x/mtjax/models/dropout.py"\n2 "/x/mtjax/sharding/axes.py"\n'
         '3 "/x/jax/numpy.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n1 {file_name_id=1 function_name_id=1 line=7}\n'
         "2 {file_name_id=2 function_name_id=1 line=8}\n3 {file_name_id=3 function_name_id=1 line=9}\n\nStackFrames\n"
         "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n"

@@ -14,8 +14,7 @@ from mtjax.models.kernels.xla import attend
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE
 from mtjax.models.unhoisted_sums import plus
-from mtjax.sharding.axes import spec, use_rules
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import spec, use_rules, where
 from tests.tiny import mesh_of
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 24, 8

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mtjax.config import Training, replace, validate
 from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
-from mtjax.sharding.placement import shardings
+from mtjax.sharding.param_specs import shardings
 from mtjax.train import loop, setup
 from mtjax.train.nonfinite_steps import GOOD, CheckedTensor, first_bad
 from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, tensors, tensors_of

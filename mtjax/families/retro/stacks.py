@@ -19,7 +19,7 @@ from mtjax.models.norms import Norm
 from mtjax.models.pattern_stacks import PatternLoop
 from mtjax.models.recompute import LoopOverLayers
 from mtjax.models.stack import Residual, Stack
-from mtjax.sharding.grad_accumulation import seed_cotangents
+from mtjax.sharding.gradients import seed_cotangents
 
 LETTERS: Mapping[str, str] = {
     PLAIN: "P",

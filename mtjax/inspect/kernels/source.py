@@ -10,7 +10,7 @@ _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE = "/mtjax/"
-_WRAPPERS = ("/mtjax/sharding/no_hoist.py",)
+_WRAPPERS = ("/mtjax/sharding/axes.py",)
 """Files whose functions call others, which say more."""
 
 

@@ -13,7 +13,7 @@ from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus, plus_difference
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import where
 
 
 def adjusted(

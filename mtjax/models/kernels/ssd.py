@@ -15,8 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import joined_spec, spec, varying_like
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import joined_spec, spec, varying_like, where
 
 HIGHEST = lax.Precision.HIGHEST
 Inputs = TypeVar("Inputs", bound=Any)

@@ -11,8 +11,7 @@ from mtjax.models.dropout import dropout
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import spec, where
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
