@@ -71,10 +71,11 @@ EXPECTED: dict[tuple[str, str], str] = {
     "8.3B); the kernel takes as long as its bytes",
     (
         "slow",
-        "models/dropout.py",
+        "models/ops.py",
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "
-    "take 3 times as long as these bytes",
-    ("slow", "models/mixers/mlp.py"): "exact GELU, of BERT and Pythia: the polynomials of erf",
+    "take 3 times as long as these bytes; gradients of norms: XLA's sum over tokens is limited by the exchange of "
+    "sectors (1.1% of a step of gpt2-xl)",
+    ("slow", "models/mixers/transformer.py"): "exact GELU, of BERT and Pythia: the polynomials of erf",
     **dict.fromkeys(
         (("uncoalesced", "models/kernels/ssd.py"), ("slow", "models/kernels/ssd.py")),
         "decays of chunks are transposed for their product with a triangle, a prefix sum, by a kernel of XLA that uses "
@@ -82,16 +83,12 @@ EXPECTED: dict[tuple[str, str], str] = {
     ),
     (
         "spills",
-        "models/norms.py",
+        "models/ops.py",
     ): "56 bytes a thread of a sum of a norm's gradients (0.7% of a step of 3 ms, of default)",
     (
         "slow",
         "models/project.py",
     ): "gradients of biases: XLA's sum over tokens is limited by the exchange of sectors (1.1% of a step of gpt2-xl)",
-    (
-        "slow",
-        "models/norms.py",
-    ): "gradients of norms: XLA's sum over tokens is limited by the exchange of sectors (1.1% of a step of gpt2-xl)",
     (
         "slow",
         "models/mixers/grouped_qkv.py",

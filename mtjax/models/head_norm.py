@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim
-from mtjax.models.linear import constant
+from mtjax.models.ops import constant
 from mtjax.models.recompute import ATTENTION_STATISTICS
 from mtjax.sharding.kv_heads import heads_in_use
 

@@ -20,7 +20,7 @@ def jitter(
     """Multiplies `x` by numbers from U(1 - `distance`, 1 + `distance`).
 
     Returns `x` when `keys` is None or `distance` 0. The other arguments are those of
-    `mtjax.models.dropout.dropout`, and the numbers too depend on the sample alone.
+    `mtjax.models.ops.dropout`, and the numbers too depend on the sample alone.
     """
     if keys is None or distance == 0:
         return x

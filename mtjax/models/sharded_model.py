@@ -20,8 +20,7 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
-from mtjax.models.language_model import LanguageModel, model_class
-from mtjax.models.trunk import TrunkLosses
+from mtjax.models.language_model import LanguageModel, TrunkLosses, model_class
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import Accumulate, ManualRegion, MicrobatchSchedule
 from mtjax.sharding.param_specs import (

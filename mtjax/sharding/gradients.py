@@ -149,8 +149,9 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
     """Adds a microbatch's gradients, by parameters of `with_accumulators`, to the same float32 `sums`."""
 
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
+        """Adds a parameter's gradient to its sum, unless the backward pass has added it."""
         if adds_up(record) and not record.grad_reduction.is_maximum:
-            return gradient  # it contains the sum: the backward pass has added it
+            return gradient
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
         add = jnp.maximum if record.grad_reduction.is_maximum else jnp.add
         return jax.tree.map(lambda a, g: add(a, g.astype(jnp.float32)), accumulator, gradient)

@@ -16,8 +16,8 @@ from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.stages import layer_numbers
+from mtjax.models.language_model import TrunkLosses
 from mtjax.models.sharded_model import Batch, ShardedModel
-from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import use_rules

@@ -20,7 +20,7 @@ from mtjax.generate.weights import load_model
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.kernels.cached import attend_cached
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.kv_cache import CachePositions, KVCache
 from mtjax.models.quantized_cache import QuantizedKVCache
 from mtjax.sharding.axes import make_mesh, spec, use_rules

@@ -7,10 +7,9 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, head_dim
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import SelfAttention
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.mixers.transformer import SelfAttention
+from mtjax.models.ops import Linear
 from mtjax.models.project import gather_sequence
 
 

@@ -8,7 +8,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.attention import SelfAttention
+from mtjax.models.mixers.transformer import SelfAttention
 from mtjax.models.rotary import rotate
 
 
