@@ -31,9 +31,7 @@ from mtjax.sharding.param_specs import (
     with_sharding,
 )
 from mtjax.sharding.zero import Reduction
-from mtjax.train.learning_rate import make_learning_rate
-from mtjax.train.nonfinite_steps import GOOD, norm_and_first_bad
-from mtjax.train.optimizer import make_optimizer
+from mtjax.train.optimizer import GOOD, make_learning_rate, make_optimizer, norm_and_first_bad
 
 Tree = Any
 

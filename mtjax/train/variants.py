@@ -14,7 +14,7 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.optimizer_shardings import shardings_by_name
 from mtjax.sharding.param_specs import partition_specs, shardings, with_sharding
 from mtjax.train.loss_scale import LossScale, initial, update
-from mtjax.train.nonfinite_steps import GOOD
+from mtjax.train.optimizer import GOOD
 from mtjax.train.optimizers import training_point
 from mtjax.train.rounding import round_masters
 from mtjax.train.router_bias import update_router_bias
