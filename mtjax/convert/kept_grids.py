@@ -60,6 +60,7 @@ def kept_grids(weights: NamedWeights, storage: Storage, origin: Origin) -> list[
             name = name_of(tensor, layer)
             stored = tensors.stored(name)
             found.setdefault("floats" if stored is None else stored.settings or "another type", name)
+    # Only what says how matrices are stored is compared.
     storage = replace(storage, cache_dtype=None)
     if list(found) == ["floats"]:
         return []

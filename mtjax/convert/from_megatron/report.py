@@ -23,6 +23,7 @@ def tables_of(to: Translation) -> dict[str, dict[str, Any]]:
     for name in order:
         value = to.settings[name]
         value = list(value) if isinstance(value, tuple) else value
+        # What was given is written even if it is mtjax's default: the config says what the script says.
         if name not in to.implied or value != defaults[sections[name]].get(name):
             found[sections[name]][name] = value
     return {section: table for section, table in found.items() if table}
