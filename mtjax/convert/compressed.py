@@ -18,6 +18,8 @@ PACKED, SCALE, SHAPE, ZERO = "_packed", "_scale", "_shape", "_zero_point"
 WORD = 32
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+_OFFLINE = {"weight_input", "weight_output"}
+"""Locations of a `transform_config` that the weights in the files have in them already."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -139,6 +141,13 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
         wrong.append("quantization_config has quantization_status other than 'compressed'")
     if settings.get("kv_cache_scheme"):
         wrong.append("quantization_config has a kv_cache_scheme, which is not read")
+    for name, scheme in ((settings.get("transform_config") or {}).get("config_groups") or {}).items():
+        # Weights that are rotated in the files need the inverse rotation of activations, or of another weight. Only the
+        # latter is in the files; without the former the numbers would be those of another network, in the same shapes.
+        if online := sorted({each.get("location") for each in scheme.get("apply") or ()} - _OFFLINE):
+            wrong.append(
+                f"quantization_config has transform_config {name} with location {online[0]}, which is not read"
+            )
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         # With actorder "group", inputs of a group are not consecutive, and a tensor `weight_g_idx` says which they are.
