@@ -40,6 +40,7 @@ class TensorUpdate:
     def array(self, adapters: Adapters) -> np.ndarray:
         """Computes it."""
         a, b = adapters.read_pair(self.down, self.up)
+        # A is stacked expert by expert; in B the expert is the inner dimension of the second one.
         a, b = a.reshape(self.experts, -1, a.shape[1]), b.reshape(len(b), -1, self.experts)
         if self.expert is not None:
             a, b = a[self.expert][None], b[..., self.expert][..., None]
@@ -94,6 +95,7 @@ def updates_of(
                 f"{file} has {len(given)} adapter{'' if len(given) == 1 else 's'} of {module}, but target_parameters "
                 f"in {adapters.path} names {named}: correct target_parameters, or save the file again"
             )
+        # The first parameter is wrapped first, and so most deeply.
         for kind, depth in zip(kinds, sorted(given, reverse=True), strict=True):
             a, b = given[depth]["A"], given[depth]["B"]
             for name, tensor in layer.tensors[kind]:

@@ -75,6 +75,7 @@ def recognized(folder: Path) -> Recognized:
       UserError: there is no such folder, or its content is not known.
     """
     check_folder(folder)
+    # In this order: a run of mtjax has checkpoints of Orbax, and a folder of peft may have a config.json.
     for look in (_mtjax, _megatron, _torchtitan_steps, _peft, _hugging_face, _orbax):
         if found := look(folder):
             return found

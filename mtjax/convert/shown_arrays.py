@@ -52,6 +52,7 @@ def _cells(row: ShownArray) -> tuple[str, str, str]:
 def _bytes(dtype: str) -> int:
     if dtype in DTYPES:
         return DTYPES[dtype].itemsize
+    # Names of types that numpy lacks: f8_e4m3 has 8 bits, i32 has 32.
     digits = "".join(letter for letter in dtype.partition("_")[0] if letter.isdigit())
     return max(1, int(digits or 8) // 8)
 
@@ -107,6 +108,7 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            # A file that is not of the format may begin with any number.
             text = file.read(min(length, _LARGEST_HEADER))
         header = json.loads(text)
         if not all(isinstance(value, dict) for value in header.values()):

@@ -65,6 +65,7 @@ class MtjaxRun:
         self.expert = expert
         self.step = int(weights.metadata["step"])
         self.past = Past.from_metadata(self.step, weights.metadata)
+        # Adam's own count comes first in optax's chain, that of the learning rate schedule last.
         counts = [self._scalar(name) for name in self._names if _COUNT.fullmatch(name)]
         self.updates, self.scheduled = int(counts[0]), int(counts[-1])
 
@@ -200,6 +201,7 @@ class MtjaxRun:
             "split": self.config.data.split,
             "use_distributed_optimizer": True,
             "no_save_optim": False,
+            # States of torch's generators have no equal in a run of mtjax; Megatron then seeds its own.
             "no_save_rng": True,
             "expert_model_parallel_size": self.expert,
             "world_size": 1,

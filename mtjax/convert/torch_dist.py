@@ -118,6 +118,7 @@ class TorchDistCheckpoint:
         start, _, kind = key.partition(MLP_NORM)
         if kind and f"{start}{_ROUTER}" in self.tensors:  # what the implementation `local` calls the experts' norm
             name = f"{start}{EXPERTS_NORM}{kind}"
+        # `decoder.layers.mlp...` is stacked over layers, `decoder.layers.3.mlp...` is of one (non_homogeneous_layers).
         is_stacked = key.startswith(LAYERS) and not key.removeprefix(LAYERS).partition(".")[0].isdigit()
         if not is_stacked:
             yield name, ()

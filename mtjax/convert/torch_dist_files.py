@@ -140,6 +140,7 @@ class Archive:
                 raise UserError(f"{self.path} holds at byte {self.start} no tensor, or one of an unknown type")
             info, dtype = archive.getinfo(f"{root}data/{entry.storage}"), DTYPES[entry.dtype]
             window.seek(info.header_offset)
+            # The local header's extra field differs from that of the list of members: torch aligns the numbers with it.
             name, extra = struct.unpack("<HH", window.read(_LOCAL_HEADER)[26:])
             begin = info.header_offset + _LOCAL_HEADER + name + extra
             end = begin + info.file_size
@@ -151,6 +152,7 @@ class Archive:
             raise UserError(f"{self.path} is corrupted: the tensor at byte {self.start} does not fit its bytes")
         raw = np.memmap(self.path, np.uint8, "r", self.start + begin, (info.file_size,))
         flat = raw[: info.file_size // dtype.itemsize * dtype.itemsize].view(dtype)[entry.first :]
+        # A saved tensor may be a view of a larger storage, such as a transposed one.
         strides = [stride * dtype.itemsize for stride in entry.strides]
         return np.lib.stride_tricks.as_strided(flat, entry.shape, strides, writeable=False), entry.dtype
 
@@ -178,6 +180,7 @@ class StoredTensor:
         """
         self._folder, self.key, self.dtype, self.shape, self.chunks = folder, key, dtype, shape, tuple(chunks)
         self._check_boxes()
+        # An optimizer's tensor may have thousands of chunks, and is read layer by layer.
         self._by_row: dict[int, list[StoredBox]] = defaultdict(list)
         for chunk in chunks:
             self._by_row[chunk.offsets[0] if shape else 0].append(chunk)
@@ -239,6 +242,7 @@ class StoredTensor:
         filled = [box for box in boxes if math.prod(box[1])]
         if pair := overlapping(filled):
             raise UserError(f"{name} has chunks that overlap: {_text(pair[0])} and {_text(pair[1])}")
+        # Without overlaps, as many numbers as the tensor has are all of it.
         found, needed = sum(math.prod(sizes) for _, sizes in filled), math.prod(self.shape)
         if found != needed:
             raise UserError(f"{name} has chunks with {found} of its {needed} numbers: some are missing")
@@ -321,6 +325,7 @@ class DistributedCheckpoint:
         try:
             value = self._described[key]
             shape = tuple(value.size)
+            # By the version of torch, the state of TensorProperties is a dict or a tuple.
             dtype = value.properties.dtype if hasattr(value.properties, "dtype") else value.properties.state[0]
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
             if not all(isinstance(number, int) for number in (*shape, *(n for box in boxes for of in box for n in of))):

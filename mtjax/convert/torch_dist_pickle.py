@@ -181,6 +181,7 @@ class StateUnpickler(TensorUnpickler):
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         if (module, name) in self.known:
             return self.known[module, name]
+        # Refused, not replaced: a pickle that names os.system is an attack, and the user should know.
         if module.partition(".")[0] in sys.stdlib_module_names and module.partition(".")[0] != "enum":
             return super().unknown(module, name)
         return _record(name)

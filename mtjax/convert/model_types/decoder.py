@@ -131,8 +131,10 @@ def _settings(parts: tuple[ConfigKeys, ...], defaults: Json, config: Json) -> di
             raise UserError(f"{key} is {values[key]!r}, and must be at least 1")
     settings: dict[str, Any] = {}
     for part in parts:
+        # The later part wins: a type repeats a shared part and then replaces what differs.
         settings |= part.read(values)
     if not settings.get("attention_window"):
+        # mtjax refuses a setting without effect.
         settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
     return settings
 

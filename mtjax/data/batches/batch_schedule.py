@@ -68,6 +68,7 @@ class BatchSchedule:
         size = self.sizes[phase]
         if phase + 1 == len(self.sizes):
             return size, None
+        # Rounded up: the step that begins before the next size is reached still has this size, and may end beyond.
         return size, -(-(self.starts[phase + 1] - consumed) // size)
 
 
@@ -120,6 +121,7 @@ def _reaches(increment: int, samples: int, increments: int) -> int:
     def passed(consumed: int) -> int:
         return increments if consumed > samples else int(consumed / (samples / increments))
 
+    # Exact, and so beside the result where the division rounds.
     guess = samples * increment // increments
     while passed(guess) >= increment:
         guess -= 1
