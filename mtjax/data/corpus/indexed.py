@@ -211,7 +211,6 @@ def check_index(
         if wrong.any():
             sequence = at + int(np.argmax(wrong))
             expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
-            expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
             raise UserError(
                 f"{path} is corrupted: sequence {sequence} starts at byte {offsets[sequence]}, and should at {expected}"
             )

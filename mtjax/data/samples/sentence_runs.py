@@ -75,13 +75,13 @@ def sample_runs(
 ) -> np.ndarray:
     """Returns at least `num_samples` runs, each pass over the documents cut and shuffled anew: int64[runs, 3].
 
-    When `num_samples` is None, those of one pass.
-
-    Empty when no document can be used.
+    Those of one pass when `num_samples` is None; none where no document can be used.
     """
     if options.max_length < 2:
         raise UserError(f"samples have {options.max_length} tokens besides special ones: raise --sequence-length")
-    check_room(None, 48 * (num_samples or 0), 0, f"the order of {num_samples:,} samples")
+    if num_samples is not None:
+        # Rows of 24 bytes, of which `concatenate` holds two copies.
+        check_room(None, 48 * num_samples, 0, f"the order of {num_samples:,} samples")
     random = np.random.RandomState(seed)
     passes, total = [], 0
     while not passes or (num_samples is not None and total < num_samples):
