@@ -28,7 +28,8 @@ if [[ "$X" == "3" ]] || [[ -z "$Q" ]]; then
 if [ $X -gt 4 ]; then C=big; elif [[ $X == [23] && -n $X ]]; then C="in between"; else C=small; fi
 [ -z "$FOO" ] && FOO=bar
 [ -n "$FOO" ] || FOO=wrong
-OPT=" --l $((X*2+1)) \
+SUM=2+3
+OPT=" --l $((X*2+1)) --of-a-sum $((SUM*2)) --of-its-text $(($SUM*2)) \
   --m ${Y:-"d e"} "
 OPT="$OPT --z ${1} \$5"
 OPT+=" --last ${#A[@]}"

@@ -124,10 +124,12 @@ class Variables:
             value = self.values.get(name)
             if not isinstance(value, str):
                 return unknown(name)
-            text = re.sub(rf"\b{name}\b", value, text)
+            # In brackets: bash evaluates the value of a bare name, and inserts the text of `$NAME`.
+            text = re.sub(rf"\b{name}\b", lambda _, value=value: f"({value})", text)
         if missing := unknown_in(text):
             return unknown(missing[0])
         try:
+            # bash truncates and Python rounds down, which is the same for sizes and numbers of devices.
             return int(evaluate(text.replace("/", "//")))
         except (ValueError, SyntaxError, ZeroDivisionError, TypeError):
             return unknown(f"$(({expression}))")
