@@ -127,6 +127,7 @@ def _unweighted(opener: SplitOpener, num_samples: int) -> BlendedDataset:
     Raises:
       UserError: there are fewer than the run needs. Megatron's blend would end there, and its training with it.
     """
+    # Megatron's blend without weights takes each dataset as it is: the lengths are its weights.
     parts = [opener.open(source, None) for source in opener.sources]
     blend = BlendedDataset(parts, None, num_samples, opener.text.cache)
     if len(blend) < num_samples:

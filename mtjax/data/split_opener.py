@@ -47,6 +47,7 @@ class SplitOpener:
         """Describes the content of a source, and which of its documents belong to this split."""
         corpus = self.corpus(source)
         begin, end = self._bounds(source, corpus)
+        # Text files too: `content` samples tokens, and a changed word may be none of them.
         content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
         return TrainingText(source.name, content, end - begin, begin, source.weight)
 

@@ -110,6 +110,7 @@ def text_of_chunk(tokens: np.ndarray, tokenizer: Tokenizer, source: Path) -> str
       UserError: the vocabulary lacks one of its tokens.
     """
     ids = checked_ids([tokens], tokenizer.vocab_size, source)
+    # The end of a document is no text to another vocabulary, which would read the letters of its name.
     return tokenizer.decode(ids[ids != tokenizer.eod].tolist())
 
 
@@ -144,7 +145,9 @@ def embed_corpus(
         *(str(corpus.prefix), corpus.content(), content_digest(tokenizer), chunk, len(database)),
         *(embedder.width, embedder.name, embedder.fingerprint, embedder.max_tokens, embedder.dtype),
     )
+    # Without names: a run continues after its corpus or embedder was moved, whose contents are in digests.
     identity = {**asdict(header), "corpus": "", "embedder": ""}
+    # float16: half the file and half the memory of a search. Distances are computed in float32.
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)
     with rows.opened(), BytesProgress(f"embedding {corpus.prefix}", len(database)) as progress:
         while rows.done < len(database):

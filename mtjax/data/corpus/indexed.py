@@ -27,6 +27,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Megatron's limit (`DType.optimal_dtype`).
 UINT16_VOCAB = 65_500
 SAMPLES, SAMPLED = 64, 1024
 """Parts of a `.bin`, and bytes of each, from which a digest of its content is made."""
@@ -86,6 +87,7 @@ class IndexedDataset:
         self._tokens = _map(tokens)
         check_index(path, self.dtype, self.lengths, self.offsets, self.documents, tokens, len(self._tokens))
         self.meta = read_meta(self.prefix)
+        # Of the index alone, which is small; the tokens are compared by `mtjax data verify`.
         if self.meta is not None and self.meta.idx_crc32 != zlib.crc32(index):
             raise UserError(
                 f"{path} is corrupted: its checksum is not the one in {meta_path(self.prefix)} (delete that file if "
@@ -102,6 +104,7 @@ class IndexedDataset:
         """Tokens of sequence `index`, `length` of them from `offset` on (to its end when None): a read-only view."""
         size = int(self.lengths[index])
         length = size - offset if length is None else length
+        # numpy would read the tokens of the next sequence.
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(f"tokens {offset}..{offset + length} of sequence {index}, which has {size}")
         start = int(self.offsets[index]) + offset * self.dtype.itemsize
@@ -206,6 +209,8 @@ def check_index(
         size = lengths[at : at + CHUNK].astype(np.int64)
         if size.min() < 0:
             raise UserError(f"{path} is corrupted: sequence {at + int(np.argmin(size))} has {size.min()} tokens")
+        # Megatron reads each sequence at its offset, and `flat` reads across sequences: only without gaps is it the
+        # same text.
         ends = total + np.cumsum(size * dtype.itemsize)
         wrong = offsets[at : at + CHUNK] != ends - size * dtype.itemsize
         if wrong.any():

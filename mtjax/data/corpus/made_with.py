@@ -71,6 +71,7 @@ def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
     """
     doubt = None
     (first, one), *others = corpora
+    # Not of a lone corpus, for which a tokenizer would be opened for nothing.
     digest = digest_in(one) if others else None
     for prefix, other in others:
         digests = (digest, digest_in(other))

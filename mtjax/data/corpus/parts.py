@@ -94,6 +94,7 @@ def parse_part(text: str) -> CorpusPart:
 def record_of(part: CorpusPart, key: str, options: EncodeOptions, on_error: str, paths: Sequence[str]) -> PartRecord:
     """Returns the record of a part's dataset: two machines may have the same files in other folders."""
     settings = {
+        # As options are typed, so that messages can name them.
         "--text-key": list(options.keys),
         "--append-eod": options.append_eod,
         "--split-sentences": options.split_sentences,
@@ -101,6 +102,7 @@ def record_of(part: CorpusPart, key: str, options: EncodeOptions, on_error: str,
         "--parse-special": options.parse_special,
         "--on-error": on_error,
     }
+    # Names without folders: see the docstring. Not their contents, which every part would have to read in full.
     named = [[PurePosixPath(path).name, size] for path, size in zip(paths, stored_sizes(paths), strict=True)]
     return PartRecord(*part, key, settings, digest({"files": named, "cuts": CUTS}))
 
@@ -146,10 +148,12 @@ def spans_of(paths: Sequence[str], part: CorpusPart) -> list[DocumentSpan]:
         at += size
         if first >= last:
             continue
+        # A file that is all of the part's needs no look at whether it can be divided.
         if first == 0 and last == size:
             spans.append(DocumentSpan(path))
         elif _is_divisible(path):
             spans.append(DocumentSpan(path, first, None if last == size else last))
+        # The part in which it begins has all of it, those in which it goes on have none.
         elif first == 0:
             spans.append(DocumentSpan(path))
     return spans
@@ -191,6 +195,7 @@ def complete_parts(output: Path, of: int) -> set[int]:
     """Returns the numbers of the parts of which all datasets are finished: the run may have several keys."""
     finished = [{part.number for part in found if part.of == of} for found in part_datasets(output).values()]
     begun = {part.number for found in part_progress(output).values() for part in found if part.of == of}
+    # A part with a record is between its keys: some of its datasets have their names already.
     return set.intersection(*finished) - begun if finished else set()
 
 

@@ -106,6 +106,7 @@ def _parquet_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields,
         if skip >= rows:
             skip -= rows
             continue
+        # Group by group, so that those in front are skipped without being read.
         for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=columns):
             yield batch.slice(skip)
             skip = max(0, skip - batch.num_rows)
@@ -136,6 +137,7 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
             f"{path} has no column {missing!r}; its columns are {_listed(names)}: name the one with the text with "
             "--text-key"
         )
+    # Columns that are not read are not decoded.
     return list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
 
 
@@ -180,6 +182,7 @@ def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextField
     """
     csv.field_size_limit(LONGEST_FIELD)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    # Without strict, a quote that has no end makes one field of the rest of the file, and no error.
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         names = next(reader, None)

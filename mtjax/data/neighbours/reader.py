@@ -67,6 +67,7 @@ class Neighbours:
                 f"retro_num_neighbours is {num_neighbours}: take fewer, or make more with mtjax data neighbours"
             )
         compared = self.header.search.get("retrieved_chunks", 0)
+        # Chunks that were not compared may have the text that the model is to predict.
         if self.header.search.get("without_overlap") and retrieved_chunks > compared:
             raise UserError(
                 f"{header_path(prefix, split)}: --without-overlap was of {compared} chunks of a neighbour, and "
@@ -117,6 +118,7 @@ class Neighbours:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        # The checksum is of int64, whichever type the file has.
         rows = self._rows[index * self.chunks : (index + 1) * self.chunks].astype(np.int64)
         if checksum(rows) != self._sums[index, 1]:
             raise UserError(

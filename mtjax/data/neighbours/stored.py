@@ -69,6 +69,7 @@ def open_array(path: Path, shape: tuple[int, ...], kinds: Sequence[str]) -> np.n
         for kind in kinds:
             header = array_header(shape, kind)
             with path.open("rb") as file:
+                # The first bytes say shape and type: compared as bytes, nothing of a damaged header is parsed.
                 if file.read(len(header)) != header:
                     continue
             expected = len(header) + int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize

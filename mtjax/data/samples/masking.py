@@ -14,6 +14,7 @@ DrawLength = Callable[[np.random.RandomState], int]
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
     """Returns bool[vocab]: whether a token begins a word, by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
     names = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
+    # WordPiece marks what continues a word, the others what begins one.
     if any(name.startswith("##") for name in names):
         return np.array([not name.startswith("##") for name in names])
     mark = max("Ġ▁", key=lambda m: sum(name.startswith(m) for name in names))
@@ -48,6 +49,7 @@ def choose_spans(words: list[Span], budget: int, draw: DrawLength, random: np.ra
     for start in random.permutation(len(words)).tolist():
         if left == 0:
             break
+        # Drawn for each word that is visited, chosen or not, as in Megatron.
         n = draw(random)
         while n and words[min(start + n, len(words)) - 1][1] - words[start][0] > left:
             n -= 1

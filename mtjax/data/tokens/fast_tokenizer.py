@@ -37,6 +37,7 @@ class FastTokenizer:
     """
 
     def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None, eod: str | None = None) -> None:
+        # Published files have the lengths that a model was trained with: text would be cut or filled up silently.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: no text ends its document
@@ -48,6 +49,7 @@ class FastTokenizer:
         else:
             self._eod, self.other_ends = _end_id(tokenizer, eod, source), ()
         self._cache = word_cache(tokenizer)
+        # The highest id, not the number of tokens: vocabularies have gaps.
         self._vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -80,6 +82,7 @@ class FastTokenizer:
         return encoding.ids, encoding.offsets
 
     def _encode(self, text: str, *, marked: bool) -> Encoding:
+        # A setting of the tokenizer, not of the call: restored whatever happens, or later texts could end documents.
         self._tokenizer.encode_special_tokens = not marked
         try:
             with whole_characters(text):
@@ -128,6 +131,7 @@ class FastTokenizer:
 
     def with_eod(self, token: str) -> "FastTokenizer":
         """Returns this tokenizer with another token at the end of documents."""
+        # Shares the library's tokenizer, which takes long to build for a large vocabulary.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._eod, other.other_ends = _end_id(self._tokenizer, token, self._source), ()
@@ -142,6 +146,7 @@ class FastTokenizer:
         temporary.replace(folder / TOKENIZER_JSON)
 
     def __getstate__(self) -> tuple[str, str]:
+        # As text: `__init__` sets up again what the library's own pickles may lack, such as encode_special_tokens.
         return self._tokenizer.to_str(), self.token(self._eod)
 
     def __setstate__(self, state: tuple[str, str]) -> None:
@@ -173,6 +178,7 @@ def _ends(tokenizer: HuggingFace, source: str, eos: str | None) -> list[str]:
             f"the tokenizer {source} has no end-of-document token: name one of its tokens with --eod-token, or put its "
             f"tokenizer_config.json into the same folder (known without: {', '.join(END_NAMES)})"
         )
+    # A vocabulary alone marks no token as special.
     return list(dict.fromkeys(ends)) or known[:1]
 
 

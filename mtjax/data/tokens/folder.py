@@ -42,6 +42,7 @@ def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
         return f"gpt2:{folder}"
     model = next((name for name in names if name.endswith(".model")), None)
     has_gpt2s = {"vocab.json", "merges.txt"} <= set(names)
+    # Settings change how a vocabulary is read, so they decide before the bare vocabularies below.
     if is_pretrained(folder) and (has_gpt2s or "vocab.txt" in names or model):
         return f"hf:{folder}"
     if has_gpt2s:

@@ -51,6 +51,7 @@ def _llama(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     )
     prefix = settings.values.get("add_prefix_space")
     prefix = True if prefix is None else prefix
+    # With `legacy`, each part of a text between special tokens begins with a space.
     scheme = ("always" if settings.values.get("legacy", False) else "first") if prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -88,6 +89,7 @@ def _t5(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
             f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {in_model} sentinels: "
             "correct extra_ids in its tokenizer_config.json"
         )
+    # T5's sentinels count down: <extra_id_0> has the highest id.
     vocabulary = [*model.scores, *((name, 0.0) for name in reversed(sentinels))]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
     if model.character_map:

@@ -86,6 +86,7 @@ class SentencePieceTokenizer:
     def special(self, name: str) -> int | None:
         """Returns the id of the special token `name`, or None."""
         index = self._processor.piece_to_id(name)
+        # The library gives the unknown piece's id for a name that it lacks.
         return None if index == self._processor.unk_id() and name != self.token(index) else index
 
     def with_eod(self, token: str) -> "SentencePieceTokenizer":
@@ -106,6 +107,7 @@ class SentencePieceTokenizer:
         temporary.replace(folder / "tokenizer.model")
 
     def __getstate__(self) -> tuple[bytes, int]:
+        # The library's processor can't be sent to another process.
         return self._model, self._eod
 
     def __setstate__(self, state: tuple[bytes, int]) -> None:
