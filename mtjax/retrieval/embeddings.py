@@ -1,6 +1,6 @@
 """Embeddings of all chunks of a corpus: a `.npy` file float16 [chunks, width], and a record of what they are of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -122,7 +122,6 @@ def embed_corpus(
     path: Path,
     *,
     block: int = BLOCK,
-    on_block: Callable[[int], None] | None = None,
 ) -> EmbeddingsHeader:
     """Writes the embeddings of all chunks of a corpus; the same call continues after an interruption.
 
@@ -133,7 +132,6 @@ def embed_corpus(
       chunk: tokens in a chunk.
       path: of the array; the record is beside it.
       block: chunks between two records of the progress.
-      on_block: called with the number of chunks that are done.
 
     Raises:
       UserError: a file can't be read or written.
@@ -155,8 +153,6 @@ def embed_corpus(
             texts = [text_of_chunk(database.tokens(number), tokenizer, corpus.prefix) for number in numbers]
             rows.append(embedder.embed(texts))
             progress.update(rows.done)
-            if on_block:
-                on_block(rows.done)
         write_with_header(rows, record_of(path), sealed(asdict(header)))
     return header
 

@@ -9,7 +9,7 @@ from mtjax.config import Model
 from mtjax.config.field_metadata import LAYERS
 from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
 from mtjax.convert.model_types.family import Json, ModelType, head_json, head_settings
-from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, fields, no_biases
+from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, biases, fields
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.value_kinds import Kind
 from mtjax.convert.table import Row, Table
@@ -86,7 +86,7 @@ RMS_NORM = ConfigKeys(
 )
 ROPE = rope()
 SWIGLU = activation()
-NO_BIASES = no_biases()
+NO_BIASES = biases()
 ROTARY = always(position="rope")
 
 LIKE_LLAMA = (SIZES, RMS_NORM, SWIGLU, ROTARY)

@@ -186,11 +186,6 @@ def biases(
     return ConfigKeys(keys, read, write)
 
 
-def no_biases() -> ConfigKeys:
-    """Returns the part of a type without biases."""
-    return biases()
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' kinds of layers."""
 
@@ -207,13 +202,13 @@ def repeated(pattern: str, count: int) -> str:
     return (pattern * count)[:count]
 
 
-def window(key: str = "sliding_window") -> ConfigKeys:
+def window() -> ConfigKeys:
     """Returns the part of a window in all layers; null is none."""
     return ConfigKeys(
-        (key,),
-        lambda values: {"attention_window": values[key], "window_layers": "S"},
-        lambda model: {key: model.attention_window},
-        {"attention_window": key},
+        ("sliding_window",),
+        lambda values: {"attention_window": values["sliding_window"], "window_layers": "S"},
+        lambda model: {"sliding_window": model.attention_window},
+        {"attention_window": "sliding_window"},
     )
 
 

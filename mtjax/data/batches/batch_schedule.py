@@ -47,14 +47,6 @@ class BatchSchedule:
                 return steps + fit
             consumed, steps = consumed + left * size, steps + left
 
-    def consumed(self, step: int) -> int:
-        """Returns the number of samples that the first `step` steps of a run consume."""
-        return self.advance(0, step)
-
-    def step(self, consumed: int) -> int:
-        """Steps of a run that took `consumed` samples."""
-        return self.steps_between(0, consumed)
-
     def batch_sizes(self) -> tuple[int, ...]:
         """Returns every batch size that can occur, ascending: each is a shape to compile."""
         return self.sizes

@@ -101,10 +101,6 @@ class ResumeRecord:
         resumable = state.sealed or all(can_resume(p, state.writers.get(k, {})) for k, p in self._outputs.items())
         return state if resumable else None
 
-    def exists(self) -> bool:
-        """Returns whether an earlier run left a record."""
-        return self._path.is_file()
-
     def write(self, state: PreprocessingState) -> None:
         """Keeps `state`, atomically; does nothing for a run without identity."""
         if self._identity is None:
