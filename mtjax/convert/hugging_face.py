@@ -325,15 +325,13 @@ class HuggingFaceSink:
 def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
     """Returns the `pad_token_id` of a decoder's classifier, by which transformers finds the last token of a row.
 
-    transformers classifies by the last token that is not padding. If rows end with this token, as with a tokenizer that
-    appends `</s>` to each text, that would be one token too early. With None, transformers uses the last token of a
-    single row, and refuses a batch of several.
-
     Args:
       pad: the padding id in the config.json of the original weights, if any; `eos_token_id` without a config.json.
       tokenizer: the tokenizer of the rows.
     """
     ends = added_tokens(tokenizer).back[-1:] if tokenizer else []
+    # transformers classifies by the last token that is not padding: where a tokenizer appends this token to each text,
+    # by one that is too early. With None it takes the last token of a single row, and refuses a batch of several.
     return None if pad in ends else pad
 
 

@@ -59,11 +59,9 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _misfit_groups(top_k: int, groups_top_k: int, is_sigmoid: bool) -> list[str]:
-    """Returns the difference, if any, in how groups of experts are scored.
-
-    Megatron scores a group by the sum of its `top_k // groups_top_k` highest scores; mtjax by the highest 2 with
-    sigmoid (DeepSeek-V3) and the highest with softmax (DeepSeek-V2).
-    """
+    """Returns the difference, if any, in how groups of experts are scored."""
+    # How many of a group's highest scores are added up: in Megatron (`group_limited_topk`) it follows from the numbers
+    # that are chosen; in mtjax it is 2 with sigmoid, as in DeepSeek-V3, and 1 with softmax, as in DeepSeek-V2.
     theirs, ours = top_k // groups_top_k, 2 if is_sigmoid else 1
     if theirs == ours:
         return []

@@ -137,13 +137,11 @@ def carry_files(origin: Origin, target: Path) -> list[str]:
 def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
     """Copies the tokenizer's files, and writes a tokenizer.json if it has none; returns their names.
 
-    In a Hugging Face folder without a tokenizer.json, how the tokenizer is read may depend on `config.json`, which is
-    not copied.
-
     Raises:
       UserError: mtjax can't read the tokenizer.
     """
     names = carry_files(origin, target)
+    # Without a tokenizer.json, how a tokenizer is read may depend on `config.json`, which is not copied.
     if tokenizer := tokenizer_to_write(origin):
         tokenizer.save(target)
         names.append(TOKENIZER_JSON)

@@ -56,10 +56,7 @@ class ExactIndex:
         return np.concatenate(places), np.concatenate(distances)
 
     def _ordered(self, queries: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Orders what was found by distances in float64: neither mesh nor block decides between near ones.
-
-        Of more than `MARGIN` that float32 does not distinguish from the last wanted one, they decide which get here.
-        """
+        """Orders what was found by distances in float64."""
         distances = np.full(places.shape, np.inf)
         step = max(1, RESCORED // places.shape[1])
         for at in range(0, len(queries), step):
@@ -67,7 +64,8 @@ class ExactIndex:
             query, column = np.nonzero(some >= 0)
             vectors = self._vectors.take(some[query, column]).astype(np.float64)
             distances[at + query, column] = np.square(vectors - queries[at + query]).sum(axis=1)
-        # By distance, and equal ones by place: the same on any mesh.
+        # By distance, and equal ones by place: neither mesh nor block decides, unless float32 does not distinguish more
+        # than `MARGIN` from the last wanted one.
         order = np.lexsort((places, distances), axis=1)[:, :count]
         places, distances = (np.take_along_axis(each, order, axis=1) for each in (places, distances))
         return places, distances.astype(np.float32)

@@ -105,12 +105,10 @@ def batch_schedule(training: Training) -> BatchSchedule:
 
 
 def _reaches(increment: int, samples: int, increments: int) -> int:
-    """Returns the fewest consumed samples after `increment` increments: floor(consumed / (samples/increments)).
-
-    In floating point, as Megatron divides, so that both change size at the same sample.
-    """
+    """Returns the fewest consumed samples after `increment` increments: floor(consumed / (samples/increments))."""
 
     def passed(consumed: int) -> int:
+        # In floating point, as Megatron divides: both change the size at the same sample.
         return increments if consumed > samples else int(consumed / (samples / increments))
 
     # Exact, and so beside the result where the division rounds.

@@ -11,12 +11,13 @@ import numpy as np
 
 from mtjax.data.cleaning.minhash import PERMUTATIONS, mix
 
-# Pairs are likely to be compared above a similarity of about (1 / 25) ^ (1 / 5) = 0.53. Fewer rows would find more
-# pairs, and compare more for nothing.
+# With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999. Fewer
+# rows would find more pairs, and compare more for nothing.
 ROWS = 5
 BANDS = PERMUTATIONS // ROWS
 DOCUMENTS_AT_A_TIME = 1 << 16
 PAIRS_AT_A_TIME = 1 << 15
+# In a bucket, documents are compared with its first ones: that bounds the work which a much repeated text causes.
 COMPARED_WITH = 32
 
 
@@ -39,9 +40,6 @@ def find_duplicates(
     signatures: np.ndarray, threshold: float, protected: int = 0, progress: Callable[[int], None] = lambda _: None
 ) -> list[Duplicate]:
     """Finds documents that are more similar than `threshold` to an earlier one that is retained.
-
-    With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999.
-    In a bucket, documents are compared with its first 32: that bounds the work a much repeated text can cause.
 
     Args:
       signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.

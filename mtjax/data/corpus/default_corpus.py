@@ -33,8 +33,6 @@ def identity() -> dict[str, object]:
 def documents() -> list[str]:
     """Returns all documents, about 2.7 MB of text, in a fixed order.
 
-    They are shuffled, because the split into training and validation text goes by position.
-
     Raises:
       UserError: this Python came without its sources.
     """
@@ -45,7 +43,8 @@ def documents() -> list[str]:
     # Some distributions ship bytecode alone, in which the sources' docstrings can't be found.
     if sum(map(len, texts)) < 1_000_000:
         raise UserError(f"this Python came without its sources ({_library()}); give text to train on with --data FILE")
-    # In the order of paths, validation text would be the last modules of the alphabet alone.
+    # The split into training and validation text goes by position: in the order of paths, validation text would be the
+    # last modules of the alphabet.
     random.Random(0).shuffle(texts)
     return texts
 

@@ -131,11 +131,9 @@ class IndexedDataset:
         return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
 
     def content(self) -> str:
-        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`.
-
-        A corpus may have terabytes, so not every token is read: one that was replaced, grown or encoded anew differs.
-        """
+        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`."""
         hashed = hashlib.blake2b(f"{self.fingerprint()} {len(self._tokens)}".encode(), digest_size=16)
+        # A corpus may have terabytes: a part of the tokens distinguishes one that was replaced, grown or encoded anew.
         for start in np.linspace(0, max(0, len(self._tokens) - SAMPLED), SAMPLES, dtype=np.int64):
             hashed.update(self._tokens[int(start) : int(start) + SAMPLED])
         return hashed.hexdigest()
@@ -244,9 +242,6 @@ def prefix_of(name: str) -> str:
 def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> np.ndarray:
     """Joins ids to int32[tokens] and refuses those that the vocabulary doesn't have.
 
-    A wrong tokenizer or a corrupted file would train on garbage. Checks come before the cast, which would make another
-    token of 2^33 + 5 or of 2.5.
-
     Args:
       parts: ids as the corpus holds them, in any of its types.
       vocab_size: ids are below this.
@@ -256,6 +251,7 @@ def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> n
       UserError: names the first id that is wrong.
     """
     ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    # Before the cast to int32, which would make another token of 2^33 + 5 or of 2.5.
     wrong = ~((ids >= 0) & (ids < vocab_size))  # of a NaN, too
     if ids.dtype.kind == "f":
         wrong |= ids != np.floor(ids)

@@ -179,7 +179,8 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self._path} is corrupted: its {self._compression.name} data are invalid ({e})") from e
 
     def _start_next_member(self) -> None:
-        """Goes on behind the end of a member: zeros pad a file to blocks of a tape or the parts of an upload."""
+        """Goes on behind the end of a member."""
+        # Zeros pad a file to the blocks of a tape, or to the parts of an upload.
         left = self._decoder.unused_data.lstrip(b"\0")
         # A magic number may be cut by the border of a block.
         while len(left) < LONGEST_MAGIC and (more := self._raw.read(INPUT_BYTES)):

@@ -250,12 +250,10 @@ def _lines(file: IO[bytes], left: int | None) -> Iterator[bytes]:
 
 
 def piece_bytes(path: str) -> int:
-    """Returns the length of the documents that plain text is cut into: 1/256 of the file, from 256 bytes to 8 KiB.
-
-    Without such cuts a file would be one document, and no part of it could be held out for validation.
-    """
+    """Returns the length of the documents that plain text is cut into: 1/256 of the file, from 256 bytes to 8 KiB."""
     # A file elsewhere has the pieces of one of 2 MiB: its size would take a request.
     size = CHUNK_BYTES * 2 if "://" in path else Path(path).stat().st_size
+    # A file that is one document could not be divided into training and validation text.
     return min(max(size // 256, 256), 8192)
 
 

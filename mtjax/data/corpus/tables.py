@@ -75,8 +75,6 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
 def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> range:
     """Returns the rows of those row groups of a Parquet file that are at bytes `begin` to `end`.
 
-    A group is where it would be if all rows had as many bytes: its own offset is optional in the format.
-
     Args:
       path: for messages.
       raw: the file, at its beginning.
@@ -94,6 +92,7 @@ def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> 
         raise UserError(f"{path} is not a valid Parquet file: {first_line(e)}") from e
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     starts = list(accumulate(rows, initial=0))
+    # A group is taken to be where it would be if all rows had as many bytes: its own offset is optional in the format.
     inside = [g for g, row in enumerate(starts[:-1]) if begin <= size * row // max(starts[-1], 1) < end]
     return range(starts[inside[0]], starts[inside[-1] + 1]) if inside else range(0)
 

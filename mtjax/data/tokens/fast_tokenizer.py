@@ -162,16 +162,15 @@ def _cores() -> int:
 def _ends(tokenizer: HuggingFace, source: str, eos: str | None) -> list[str]:
     """Returns the tokens that may end documents, the most likely first.
 
-    A usual name that the settings call `eos_token` comes first; then those that the tokenizer marks as special, since a
-    chat model's `eos_token` ends a turn, not a document. Gemma's `</s>` is an HTML tag of its vocabulary, not special.
-
     Raises:
       UserError: there is none.
     """
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     known = [name for name in END_NAMES if tokenizer.token_to_id(name) is not None]
     named = [eos] if eos is not None and tokenizer.token_to_id(eos) is not None else []
+    # Only special ones: Gemma's `</s>` is an HTML tag of its vocabulary.
     marked = [name for name in known if name in special]
+    # The `eos_token` of the settings comes first only by a usual name: a chat model's ends a turn, not a document.
     ends = [*named, *marked] if eos in END_NAMES else [*marked, *named]
     if not ends and not known:
         raise UserError(
