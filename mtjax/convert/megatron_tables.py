@@ -166,6 +166,7 @@ def table(version: float, names: MegatronNames = LEGACY, queries_per_group: int 
     return Table(
         f"{models} (checkpoint_version {version:g})",
         rows,
+        # With tied embeddings alone: an untied output has the same name in Megatron-Core, and a row of its own.
         copies={names.head_copy: names.words},
         optional=("head", "order.pooler", "order.classifier"),
     )

@@ -88,6 +88,7 @@ class NamedWeights:
         """
         # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
         first = self.shards.shard(name, 0)
+        # Such as norms, and biases of row-parallel layers, of which each rank of Megatron has all.
         if tensor.split is None:
             self.not_finite.add(name, [first])
             tensor.insert(tensor.view(first, parameter), into, parameter)

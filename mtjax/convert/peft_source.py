@@ -91,6 +91,8 @@ class AdaptedTensors(FolderTensors):
 
     def _own_name(self, name: str, table: Table) -> str:
         """Returns the name in the files of a tensor in memory: the modules of some types are renamed when loaded."""
+        # peft has the names of modules in memory, for which transformers renames those of some files when it loads
+        # them.
         renamed = table.prefix + name.removeprefix("model.")
         return renamed if name not in self.shapes and renamed in self.shapes else name
 

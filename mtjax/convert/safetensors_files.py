@@ -18,6 +18,7 @@ from mtjax.errors import UserError, first_line, require
 from mtjax.models.weight_grid import Grid
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# transformers' limit before version 5 (`max_shard_size`).
 LARGEST_FILE = 5_000_000_000
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),

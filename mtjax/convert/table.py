@@ -249,6 +249,7 @@ class Table:
         }
         # The model's output is not tied to the embedding.
         if OUTPUT in parameters:
+            # An untied output of BERT has a bias of its own, beside that of the head.
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         # Never dropped silently: a parameter without a row would be lost when written, and random when read.
         without_row = [name for name in parameters if name not in rows]

@@ -84,6 +84,7 @@ class Retriever:
         devices: int = 1,
         rows: int = 1,
     ) -> None:
+        # Everything that can be refused without a device comes first: the embedder's weights and the index take long.
         opened = _open(prefixes)
         check_together(opened.found)
         self._tokenizer = tokenizer
@@ -200,6 +201,7 @@ def _open(prefixes: Sequence[str]) -> _Opened:
       UserError: files are missing, damaged or of another text than they were made of.
     """
     records = {prefix: _header_of(prefix) for prefix in prefixes}
+    # A run's neighbours name their database: the same chunks as in training, and no validation text.
     if len(prefixes) == 1 and (made := records[prefixes[0]]) is not None:
         return _of_run(*made)
     if neighbours := next((prefix for prefix, made in records.items() if made is not None), None):
@@ -296,6 +298,7 @@ def _embedder_of(made: Embeddings, name: str | None, devices: int, rows: int) ->
     settings = {key: value for key, value in settings.items() if value is not None}
     mesh = f"{devices}x1"
     embedder = Embedder(name or made.header.embedder, mesh=mesh, rows=-(-rows // devices), **settings)
+    # Vectors of another encoder lie elsewhere: distances to them would order chunks by nothing.
     if embedder.fingerprint != made.header.fingerprint:
         remedy = "name the one that made it with --embedder"
         if not settings:

@@ -138,6 +138,7 @@ def of_samples(
         *(asking.settings, asking.count, database.described, len(database.chunks), rules.neighbours),
         *(described, rules.described(kind)),
     )
+    # Half of the file for all but the largest databases.
     dtype = "<i4" if len(database.chunks) < 2**31 else "<i8"
     rows = RowsFile(rows_path(prefix, split), (header.rows, rules.neighbours), dtype, asdict(header))
     sums = RowsFile(sums_path(prefix, split), (asking.count, 2), "<u4", asdict(header))

@@ -94,6 +94,7 @@ def outside_rows(names: ModuleNames) -> tuple[Row, ...]:
         *norm("final_norm", names.prefix + names.final_norm),
         row("output", f"{names.output}.weight", "vocab embed"),
         row("output_bias", f"{names.output}.bias", "vocab"),
+        # transformers' classifiers of all decoders have this name.
         row("head.classifier.weight", "score.weight", "classes embed"),
     )
 
@@ -224,6 +225,8 @@ def _head_norms(names: ModuleNames, model: Model) -> tuple[Row, ...]:
                 tensors = tuple(Tensor(one, dims("head_dim"), (axis, i), order=order) for i, one in enumerate(each))
             else:
                 shape = {"head": "head_dim", "each_head": f"{axis} head_dim", "width": f"{axis}*head_dim"}
+                # The weights of a norm are in the order of the channels that it multiplies: those of the rotated ones
+                # are permuted alike.
                 tensors = (Tensor(full, dims(shape[model.qk_norm_scope]), order=order),)
             rows.append(Row(f"{LAYERS}.attention.{kind}_norm.{ours}", tensors))
     return tuple(rows)

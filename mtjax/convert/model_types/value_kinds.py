@@ -158,6 +158,7 @@ def _wrong(typed: str, key: str, value: Any, kinds: Mapping[str, Kind]) -> Itera
         what, is_right = kinds.get(key, KINDS[key])
         if not is_right(value):
             yield f"{typed} is {shortened(repr(value))}, but must be {what}"
+        # Objects within config.json, such as rope_parameters, have kinds by the same names.
         elif isinstance(value, dict):
             for inside, each in value.items():
                 yield from _wrong(f"{typed}.{inside}", inside, each, kinds)

@@ -95,6 +95,7 @@ def parsed(chunk: DocumentChunk, parse: Callable[[bytes], Value]) -> Iterator[tu
     for number, document in enumerate(chunk.documents):
         if number in faults:
             yield line, Fault(faults[number])
+        # Blank lines are no documents, and no errors: many files end with one.
         elif document.strip():
             try:
                 yield line, parse(document)
@@ -195,6 +196,7 @@ def value_at(row: Any, key: str) -> tuple[Any, bool]:
     if key in row:
         return row[key], True
     for at in (at for at, character in enumerate(key) if character == "."):
+        # `a.b.c` may be c inside `a.b`, or b.c inside `a`: the shortest first key that leads to a value wins.
         value, found = value_at(row.get(key[:at]), key[at + 1 :])
         if found:
             return value, True

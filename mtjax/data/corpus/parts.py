@@ -26,6 +26,7 @@ from mtjax.errors import UserError, require
 
 CUTS = 1
 """Version of the rule by which a corpus is cut."""
+# Five digits in names, which then sort by number.
 MOST = 99_999
 NAME = re.compile(r"-(\d{5})-of-(\d{5})_(.+)")
 """What follows the prefix in the name of a part's dataset."""
@@ -118,6 +119,7 @@ def stored_sizes(paths: Sequence[str]) -> list[int | None]:
     for scheme in dict.fromkeys(path.partition("://")[0] for path in remote):
         there = [path for path in remote if path.startswith(f"{scheme}://")]
         fs = require("fsspec", "data").url_to_fs(there[0])[0]
+        # Together, for protocols that can ask for several at a time.
         sizes |= zip(there, fs.sizes([fs._strip_protocol(path) for path in there]), strict=True)
     try:
         return [sizes[path] if path in sizes else Path(path).stat().st_size for path in paths]
@@ -144,6 +146,7 @@ def spans_of(paths: Sequence[str], part: CorpusPart) -> list[DocumentSpan]:
     spans, at = [], 0
     for path, size in zip(paths, sizes, strict=True):
         size = size or 0
+        # The bytes of this file that are in the part.
         first, last = max(begin - at, 0), min(end - at, size)
         at += size
         if first >= last:
@@ -204,6 +207,7 @@ def is_made(record: PartRecord, prefix: Path, tokenizer: Tokenizer) -> bool:
     meta = read_meta(prefix) if is_indexed(prefix) else None
     if meta is None or meta.part != asdict(record):
         return False
+    # The settings are in the record; of the tokenizer's content only its own digest tells.
     return (meta.tokenizer_digest, meta.eod) == (content_digest(tokenizer), tokenizer.eod)
 
 

@@ -36,6 +36,7 @@ class ChunkDatabase:
         self.first_documents = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         # A document of no tokens has no chunk.
         counts = [-(-corpus.lengths.astype(np.int64) // chunk) for corpus in self.corpora]
+        # One number for each document, from which all others follow: chunks are not stored.
         self._first_chunks = np.concatenate([[0], np.cumsum(np.concatenate([*counts, []]), dtype=np.int64)])
 
     def __len__(self) -> int:

@@ -125,6 +125,7 @@ def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> Non
     if made.tokenizer != run.tokenizer:
         ours, theirs = run.tokenizer[:12], made.tokenizer[:12]
         raise UserError(f"{path} was made with the tokenizer {theirs}, and the run has the tokenizer {ours}{_REMEDY}")
+    # Last: an order that differs although all settings agree was made for another number of samples.
     if made.order != run.order:
         numbers = [", then ".join(f"{number:,}" for number in each.requested) for each in (made, run)]
         earlier = f" --earlier {' '.join(map(str, run.requested[:-1]))}" if run.requested[1:] else ""

@@ -134,6 +134,7 @@ def _qwen2(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     extra = settings.extra()
     _add_tokens(tokenizer, settings.added, special, extra)
     _add_ends(tokenizer, settings, special)
+    # As the last line of transformers' Qwen2Tokenizer: tokens that were added with other flags become special.
     tokenizer.add_tokens([AddedToken(str(token), special=True) for token in (*special.values(), *extra)])
     return tokenizer, special
 
@@ -157,6 +158,7 @@ def _bert(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     _add_tokens(tokenizer, settings.added, special, settings.extra())
     first, last = str(special.get("cls_token")), str(special.get("sep_token"))
+    # transformers' numbers where the vocabulary lacks the tokens.
     ids = {"cls_token": 2, "sep_token": 3}
     ids |= {name: _id(tokenizer, special, name) for name in ids if name in special}
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -188,6 +190,8 @@ def _add_tokens(
     tokenizer: Tokenizer, added: Mapping[int, AddedToken], special: Mapping[str, Token], extra: list[Token]
 ) -> None:
     """Adds tokens in transformers' order, on which the ids of those depend that the vocabulary does not have."""
+    # By id, as in the constructor of transformers' TokenizersBackend: those that the vocabulary lacks get the next free
+    # ids in this order.
     tokens: list[Token] = [token for _, token in sorted(added.items())]
     known = {str(token) for token in tokens}
     for token in (*special.values(), *extra):
@@ -196,6 +200,7 @@ def _add_tokens(
     names = {str(token) for token in special.values()}
     for token in tokens:
         if isinstance(token, AddedToken) and token.content in names:
+            # A special token whose entry does not say so would be decoded as text.
             token.special = True
     tokenizer.add_tokens([AddedToken(t, special=True) if isinstance(t, str) else t for t in tokens])
 
