@@ -408,6 +408,12 @@ SETTINGS = {
         "attention_output_gate": True,
     },
     "--distributed-timeout-minutes 30": {"step_timeout": 1800.0},
+    # Names that Python reads as numbers, of which another text would be written.
+    "--save 2024_01_15 --data-path 007 --data-cache-path 1e5": {
+        "out": "2024_01_15",
+        "data": "007",
+        "cache_dir": "1e5",
+    },
 }
 
 

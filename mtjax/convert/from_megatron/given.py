@@ -14,6 +14,14 @@ from mtjax.migrate.megatron import by_dest, by_name
 PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_mamba": "hybrid", "pretrain_hybrid": "hybrid"}
 """Megatron's programs that can be translated -> the family."""
 _OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|vision\w*)|train_rl|finetune\w*")
+_TEXTS = frozenset(
+    {
+        *("save", "load", "pretrained_checkpoint", "non_persistent_local_ckpt_dir", "data_cache_path"),
+        *(f"{split}data_path" for split in ("", "train_", "valid_", "test_")),
+        *("tokenizer_model", "vocab_file", "merge_file", "wandb_project", "wandb_entity"),
+    }
+)
+"""Attributes of arguments that are text: Python would read the folder 2024_01_15 as the number 20240115."""
 _LARGEST = 2**24
 """Most bytes of a script."""
 
@@ -77,7 +85,7 @@ def _put(name: str, values: list[str], given: GivenArguments) -> None:
     if values and is_switch:  # `--bf16 $MORE`: the switch is set, and $MORE is unknown
         given.unread.append((" ".join(map(shown, values)), missing or f"{name} takes no value"))
         typed, values = name, []
-    read = tuple(_value(value) for value in values)
+    read = tuple(map(_unquoted if row.dest in _TEXTS else _value, values))
     given.values[row.dest] = row.stores if not read else read[0] if len(read) == 1 else read
     given.typed[row.dest] = typed
 
@@ -96,10 +104,14 @@ def _reason(word: str) -> str:
     return f"{names[0]} has no value: add --set {names[0]}=..."
 
 
+def _unquoted(text: str) -> str:
+    """Removes quotes inside quotes, as in a YAML file or `"'128,0'"`, of which the shell leaves one pair."""
+    return text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
+
+
 def _value(text: str) -> Any:
     """Parses a number or a list of numbers; returns any other text unchanged."""
-    # Quotes inside quotes, as in a YAML file or `"'128,0'"`: the shell leaves one pair.
-    text = text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
+    text = _unquoted(text)
     # Megatron's argparse knows the type of each argument; here it follows from the text, and `_check_types` compares
     # later.
     for kind in (int, float):

@@ -10,8 +10,6 @@ from mtjax.errors import UserError
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.megatron import OF_MODEL, TABLE, by_dest
 
-_TEXTS = ("out", "cache_dir")
-"""Settings that are text even if the value looks like a number."""
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *_SENTENCEPIECE)
 
@@ -22,7 +20,7 @@ def translate_plain(to: Translation) -> None:
         value = to.get(row.dest)
         # A switch that is off has no setting: mtjax's defaults are off, too.
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
-            to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
+            to.set(row.dest, {row.setting: value})
     if to.settings.get("valid_batches") == 0:  # disables validation in Megatron
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
