@@ -303,8 +303,8 @@ class GenerationPrograms:
         self, weights: DecoderWeights, cache: Cache, state: Sequences, chunk: PromptChunk, scored: bool
     ) -> tuple[Any, ...]:
         """Traces the prefill of a chunk [seq] into one sequence of the cache."""
-        # A full cache gets the padding's keys, too. They are never attended to: causal attention masks later positions, and
-        # each is overwritten by the token that gets its position.
+        # A full cache gets the padding's keys, too. They are never attended to: causal attention masks later positions,
+        # and each is overwritten by the token that gets its position.
         offsets, slot = jnp.arange(len(chunk.tokens)), chunk.sequence
         positions = CachePositions((chunk.start + offsets)[None], slot, chunk.count)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
