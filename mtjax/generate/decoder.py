@@ -158,11 +158,7 @@ class GenerationPrograms:
 
     @classmethod
     def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
-        """Builds a decoder with abstract weights, whose programs can be lowered.
-
-        Raises:
-          UserError: as in the constructor.
-        """
+        """Builds a decoder with abstract weights, whose programs can be lowered; raises as the constructor does."""
         return cls(placed, placed.restore_target, storage=storage)
 
     @property
@@ -358,11 +354,7 @@ class GenerationPrograms:
 
 
 def _check_model(placed: ShardedModel) -> None:
-    """Checks that a model can generate text on its mesh.
-
-    Raises:
-      UserError: it can't; see `GenerationPrograms`.
-    """
+    """Raises UserError unless a model can generate text on its mesh; see `GenerationPrograms`."""
     if not hasattr(placed.family, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
     if placed.stages > 1:
