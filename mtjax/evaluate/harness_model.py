@@ -206,7 +206,7 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     temperature = float(arguments.get("temperature", 1.0 if do_sample else 0.0))
     settings = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
     sampling = Sampling(
-        max_tokens=int(next((arguments[name] for name in LENGTHS if name in arguments), MOST_TOKENS)),
+        max_tokens=int(next((arguments[name] for name in LENGTHS if arguments.get(name) is not None), MOST_TOKENS)),
         temperature=0.0 if do_sample is False else temperature,
         seed=number,
         **settings,

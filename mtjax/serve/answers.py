@@ -86,6 +86,11 @@ class ResponseFormat(Protocol):
         """`object` of a full response, and of an event."""
         ...
 
+    @property
+    def has_text(self) -> bool:
+        """Whether choices have the generated text: not if a prompt is only scored."""
+        ...
+
     def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
         """Returns a choice of a full response, without `index` and `finish_reason`."""
         ...
@@ -147,7 +152,7 @@ class Texts:
             {"index": index, **form.full_choice(index, text), "finish_reason": text.ended}
             for index, text in enumerate(self._texts)
         ]
-        return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage()})
+        return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage(form)})
 
     async def _events(self, form: ResponseFormat) -> AsyncIterator[bytes]:
         head = self._head(form, form.names[1])
@@ -172,7 +177,7 @@ class Texts:
             yield b"data: " + as_json(e.body()) + b"\n\n"
             return
         if self._fields.usage:
-            yield b"data: " + as_json({**head, "choices": [], "usage": self._usage()}) + b"\n\n"
+            yield b"data: " + as_json({**head, "choices": [], "usage": self._usage(form)}) + b"\n\n"
         yield DONE
 
     def _head(self, form: ResponseFormat, name: str) -> dict[str, Any]:
@@ -183,9 +188,11 @@ class Texts:
             "model": self._service.name,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self, form: ResponseFormat) -> dict[str, int]:
         prompt_tokens = sum(map(len, self._prompts))
-        generated = sum(piece.token is not None for text in self._texts for piece in text.pieces)
+        # The engine generates a token in any case.
+        pieces = (piece for text in self._texts for piece in text.pieces) if form.has_text else ()
+        generated = sum(piece.token is not None for piece in pieces)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,

@@ -151,6 +151,7 @@ class ChatFormat:
 
     prefix = "chatcmpl"
     names = ("chat.completion", "chat.completion.chunk")
+    has_text = True
 
     def __init__(self, tokens: Tokens, most_likely: int | None) -> None:
         self._tokens, self._top_logprobs = tokens, most_likely

@@ -118,7 +118,7 @@ class CompletionFormat:
     ) -> None:
         # OpenAI numbers choices so: the n texts of the first prompt, then those of the second.
         self._prompts = [prompt for prompt in prompts for _ in range(samples)]
-        self._echo, self._has_text = echo, has_text
+        self._echo, self.has_text = echo, has_text
         self._logprobs: list[CompletionLogprobs] | None = None
         if most_likely is not None:
             starts = [self._start(service, prompt) if echo else 0 for prompt in self._prompts]
@@ -130,8 +130,8 @@ class CompletionFormat:
 
     def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
         """Returns a choice with the text and its log-probabilities."""
-        pieces = [*text.prompt_pieces, *(text.pieces if self._has_text else ())]
-        content = (self._prompts[index].text if self._echo else "") + (text.text if self._has_text else "")
+        pieces = [*text.prompt_pieces, *(text.pieces if self.has_text else ())]
+        content = (self._prompts[index].text if self._echo else "") + (text.text if self.has_text else "")
         return {"text": content, "logprobs": self._choice_logprobs(index, pieces)}
 
     def first_choice(self, index: int) -> dict[str, Any] | None:
@@ -140,7 +140,7 @@ class CompletionFormat:
 
     def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
         """Returns a piece of text; for the prompt, whose text is in the first choice, log-probabilities only."""
-        if not (is_prompt or self._has_text):
+        if not (is_prompt or self.has_text):
             return None
         text = "" if is_prompt else piece.text
         return {"text": text, "logprobs": self._choice_logprobs(index, [piece])} if text or self._logprobs else None
