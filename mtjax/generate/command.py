@@ -266,6 +266,7 @@ class GenerateJob:
             options.stop if stops is None else stops,
             options.show_logprobs or options.logprobs,
             options.echo,
+            not self._decoder.is_encoder_decoder,
         )
 
 

@@ -39,6 +39,8 @@ class Completion:
     stops: tuple[str, ...] = ()
     logprobs: bool = False
     echo: bool = False
+    continues: bool = True
+    """Whether the text continues the prompt: not in an encoder-decoder."""
     on_piece: Callable[[Piece], None] = field(default=lambda piece: None, repr=False)
     """Called in the engine's thread with each piece, those of an echoed prompt first."""
     on_end: Callable[[], None] = field(default=lambda: None, repr=False)
@@ -48,7 +50,8 @@ class Completion:
         self.prompt_pieces: list[Piece] = []
         self.pieces: list[Piece] = []
         self.ended: FinishReason | None = None
-        self._writer = TextWriter(self.tokenizer, self.prompt, self.stops)
+        # After a prompt, the first word of an encoder-decoder's text would begin with a space.
+        self._writer = TextWriter(self.tokenizer, self.prompt if self.continues else (), self.stops)
         self._held_back: deque[Piece] = deque()
         self._emitted = 0
         self.request = Request(
