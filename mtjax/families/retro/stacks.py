@@ -80,6 +80,7 @@ class RetroStacks:
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
         loop, done = PatternLoop.of(used, below, None), dict.fromkeys(used, 0)
         before, _, behind = self.letters.partition("R")
+        # The layer R is in two halves: the encoder reads what its attention (A) gives.
         (x, carried), _ = loop.run_all(f"{before}A", done, (x, loop.carried))
         if neighbours is not None:
             normed = self.norm(x)
