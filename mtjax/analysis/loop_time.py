@@ -11,6 +11,7 @@ def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     for loop in (loop for part in stack.parts for loop in part.step_loops(plan)):
         others, others_back = (sum(map(machine.kernel, kernels)) for kernels in loop.kernels)
         once = loop.steps * (sum(machine.product(*sizes) for sizes in loop.forward) + others)
+        # The backward pass of these loops multiplies in float32.
         wide = sum(machine.product(*sizes, is_float32=True) for sizes in loop.gradients)
         back = loop.steps * (sum(machine.product(*sizes) for sizes in loop.again) + wide + others_back)
         forward, backward = forward + once, backward + once + back

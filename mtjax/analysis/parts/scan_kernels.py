@@ -144,6 +144,7 @@ def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: 
     """
     outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
     scan, back = [*sizes.scan], [*sizes.states_of_chunks, *sizes.scan_gradients]
+    # A loop over blocks saves the states before each, and its backward pass runs a block again before its gradients.
     if blocks > 1:
         scan += sizes.of_block
         back += scan + sizes.of_block
