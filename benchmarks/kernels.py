@@ -75,11 +75,6 @@ EXPECTED: dict[tuple[str, str], str] = {
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "
     "take 3 times as long as these bytes",
     ("slow", "models/mixers/mlp.py"): "exact GELU, of BERT and Pythia: the polynomials of erf",
-    **dict.fromkeys(
-        (("uncoalesced", "models/kernels/ssd.py"), ("slow", "models/kernels/ssd.py")),
-        "decays of chunks are transposed for their product with a triangle, a prefix sum, by a kernel of XLA that uses "
-        "17% of its sectors (1.9% of a step of mamba2-2.7b)",
-    ),
     (
         "spills",
         "models/norms.py",
