@@ -21,6 +21,7 @@ class GatedSelfAttention(SelfAttention):
         """Draws the parameters."""
         super().__init__(model, output_std=output_std, key=key)
         heads, bias = {"heads": model.num_heads, "head_dim": head_dim(model)}, attention_biases(model)[0]
+        # Folded, not split: the other products draw what they would draw without a gate.
         gate_key = jax.random.fold_in(key, 3)
         self.gate = Linear({"embed": model.hidden_size}, heads, std=model.init_std, bias=bias, key=gate_key)
 
@@ -36,5 +37,6 @@ class GatedSelfAttention(SelfAttention):
     def project_with_gate(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array, Array]:
         """Returns the gate, before the sigmoid, and query, key and value, each [batch, seq, heads, head_dim]."""
         del context
+        # Once for both products.
         gathered = gather_sequence(x, None)
         return self.gate(gathered), *self.qkv(gathered)
