@@ -312,8 +312,7 @@ def step_metrics(step: int, results: dict[str, Any], clock: StepClock, dense: Se
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
     load = load_entries(results[LOAD], results.get(LOST), dense) if LOAD in results else {}
-    entry = {"step": step} | scalars | load
-    return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
+    return {"step": step} | scalars | load | {"step_time": seconds, "tokens_per_second": scalars["tokens"] / seconds}
 
 
 def check_steps(run: Run, state: State) -> None:
@@ -328,11 +327,8 @@ def check_steps(run: Run, state: State) -> None:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
     nonfinite_parameter = bad_parameter(run.program, state.weights)
-    checkpoint = (
-        "there is no checkpoint yet"
-        if saved is None
-        else f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
-    )
+    last_good = f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
+    checkpoint = "there is no checkpoint yet" if saved is None else last_good
     raise UserError(
         f"{len(in_a_row)} steps in a row were skipped, from step {in_a_row[0].step} on: {in_a_row[0]}; "
         + (f"the parameter {nonfinite_parameter} itself is not finite; " if nonfinite_parameter else "")

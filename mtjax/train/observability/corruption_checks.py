@@ -72,7 +72,8 @@ class CorruptionChecks:
     def _compiled(self) -> Any:
         return jax.jit(
             # With the options of the step, as other ones may choose other kernels, with other roundings.
-            lambda *of: _fingerprints(self._step_results(*of)), compiler_options=self._program.xla.options or None
+            lambda *of: _fingerprints(self._step_results(*of)),
+            compiler_options=self._program.xla.options or None,
         )
 
     def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
