@@ -26,6 +26,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
+        # In loops nothing is gained by it (docs/notes/speed.md).
         if is_unrolled():
             factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
             normal: Array = _rms_norm(self.epsilon, x, varying_like(factor, x))

@@ -85,6 +85,7 @@ def _layer_norm_backward(epsilon: float, saved: tuple[Array, ...], gradient: Arr
     `dx = r (g - n mean(g n) - mean(g))`, and `d scale = sum over tokens of gradient * n`."""
     x, scale, mean, rate = saved
     normal, d_x = (x.astype(jnp.float32) - mean) * rate, gradient * scale
+    # One all-reduce for both means.
     along, level = _mean(jnp.stack([d_x * normal, d_x]))
     return ((d_x - normal * along - level) * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
 

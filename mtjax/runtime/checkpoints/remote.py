@@ -97,6 +97,7 @@ class RemoteCheckpoints(Checkpoints):
             raise
         finally:
             if num_processes() > 1:
+                # Also after an error, or the first process would wait for this one until the timeout.
                 service().key_value_set(f"{key}/{jax.process_index()}", status)
         if jax.process_index() == 0 and num_processes() > 1:
             statuses = [service().blocking_key_value_get(f"{key}/{i}", TIMEOUT * 1000) for i in range(num_processes())]
@@ -108,6 +109,7 @@ class RemoteCheckpoints(Checkpoints):
         steps = self._complete()
         retained = {step for step in steps if self._keep_every and step % self._keep_every == 0}
         for step in set(steps[self._keep_last :]) - retained:
+            # First, as the store removes objects one by one: without metadata a half-removed step is no checkpoint.
             remove(f"{shown(self.folder)}/{step}/page")
             remove(f"{shown(self.folder)}/{step}")
 
