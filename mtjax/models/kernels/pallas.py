@@ -98,7 +98,7 @@ class Pallas:
         groups = key.shape[2]
         shared, blocks, sizes = heads // groups, length // PALLAS_BLOCK, _Sizes.of(query, value)
         wide, narrow = _width(query), _width(value)
-        # By XLA, once for both kernels, which would each compute it for every block that they meet.
+        # Outside the kernels, which would each compute it again for every block that they meet.
         row_sums = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         arrays = (query, key, value, gradient, statistics, row_sums, more)
         # Of a block of keys, all queries of the heads that share it.

@@ -224,6 +224,7 @@ def partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any]
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
+    """Returns what a wrapped parameter says of its communication and types: static, and so hashable."""
     if isinstance(leaf, ShardedParam):
         return replace(leaf, shard=None, cast=())
     # A matrix in 8 bits keeps its type and rule, without its numbers.

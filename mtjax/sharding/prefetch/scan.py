@@ -102,7 +102,6 @@ def scan_with_prefetch(
     leaves, tree = jax.tree.flatten(inputs.parameters, is_leaf=is_wrapped)
     is_prefetched = [communicated(leaf) is not None for leaf in leaves]
     prefetched, resident = partition(leaves, is_prefetched)
-
     run_flat = flattened(run, tree, is_prefetched)
     shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
