@@ -28,7 +28,7 @@ from mtjax.models.named_parameters import replicated_names
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
-from mtjax.runtime.checkpoints.remote import RemoteCheckpoints
+from mtjax.runtime.checkpoints.remote import RemoteCheckpoints, remove_later
 from mtjax.runtime.checkpoints.saves import Saves
 from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.runtime.devices import attach_devices, use_cpu_devices
@@ -314,7 +314,10 @@ def open_checkpoints(environment: RunEnvironment, output: Output) -> Checkpoints
 def open_best(environment: RunEnvironment, step: int) -> Checkpoints:
     """Opens the best checkpoint of a run that is resumed at `step`; removes one of a later step, which will be trained
     again."""
-    if environment.is_first_process and environment.remote is None:
+    # `keep_last=1` keeps the one of the latest step, not the last one that was saved.
+    if environment.is_first_process and environment.remote is not None:
+        remove_later(environment.out / BEST, step)
+    elif environment.is_first_process:
         later = [p for p in (environment.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
         for path in later:
             shutil.rmtree(path, ignore_errors=True)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.errors import UserError, first_line
+from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.storage import attempt, blocks_of, files_below, filesystem, names_in, read_bytes, write_bytes
 from mtjax.train.folder.lock import LEASE, NAME, claimed, end, in_use, taken_over
 
 HEARTBEAT = 10.0
 """Seconds between heartbeats, and between uploads of changed files."""
-LEFT_OUT = ("checkpoints", NAME)
-"""Entries of the store that are not downloaded."""
+LEFT_OUT = (CHECKPOINTS, BEST, NAME)
+"""Entries of the store that are not downloaded: each process reads its shards from there."""
 
 
 class RemoteFolder:
