@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks
+from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks, wide_einsum
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.no_hoist import where
 
@@ -75,7 +75,7 @@ class Passage(NamedTuple):
     def read(self, state: Float[Array, "b u h n p"]) -> Float[Array, "b s u h p"]:
         """Computes what the tokens read where a state comes in, which has the type of the values."""
         # XLA: for CPUs it has no such product of 16-bit types where tokens come before the heads.
-        of_state = _wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
+        of_state = wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
         return (self.own.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.own.dtype)
 
 
@@ -183,7 +183,7 @@ class _Chunk(NamedTuple):
             total = jnp.where((last == earlier)[..., None, None], total, 0)
         # Masked before the exponential: decays to later tokens are positive, and would overflow.
         fades = jnp.exp(where(sees, between(until), -jnp.inf))
-        alike, scores = (_wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
+        alike, scores = (wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
         # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns behind the
         # inverse.
         rates = jnp.moveaxis(beta, 2, -1)
@@ -197,7 +197,7 @@ class _Chunk(NamedTuple):
         reads = jnp.einsum("cbuhqk,cbkun->cbuhqn", starts, key)
         return cls(
             jnp.concatenate([reads, queries.astype(dtype)], -2),
-            _wide_einsum("cbuhqk,cbkuhp->cbuhqp", solved.astype(dtype), value),
+            wide_einsum("cbuhqk,cbkuhp->cbuhqp", solved.astype(dtype), value),
             jnp.concatenate([(scores * fades).astype(dtype), keys.astype(dtype)], -2),
             total,
         )
@@ -206,13 +206,13 @@ class _Chunk(NamedTuple):
 def _pass_chunk(state: Float[Array, "b u h n columns"], chunk: _Chunk) -> tuple[Array, Float[Array, "b u h q columns"]]:
     """Passes the state through a chunk, and computes what its tokens read."""
     dtype, (size, width) = chunk.readers.dtype, chunk.written.shape[-2:]
-    held = _wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
+    held = wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
     values = chunk.written
     if more := state.shape[-1] - width:
         # The identity's columns (`delta_passage`) write nothing of their own.
         values = jnp.pad(values, [(0, 0)] * 4 + [(0, more)])
     written = values - held[..., :size, :]
-    taken = _wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
+    taken = wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
     y = held[..., size:, :] + taken[..., :size, :]
     return chunk.total[..., None, None] * state + taken[..., size:, :], y.astype(dtype)
 
@@ -257,10 +257,6 @@ inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 def _product(one: Array, other: Array) -> Array:
     return jnp.einsum("...qi,...ik->...qk", one, other, precision=HIGHEST)
-
-
-def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
-    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
 def _cut(x: Array, size: int) -> Array:

@@ -13,8 +13,9 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.models.activations import activation_of
-from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, take_rows
+from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, owners_of
 from mtjax.sharding.axes import varying_like
+from mtjax.sharding.experts.ragged_all_to_all import take_rows
 
 
 class FrozenBlocks(NamedTuple):
@@ -31,9 +32,7 @@ class FrozenBlocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array, *others: Array) -> Array:
         """See `ExpertCompute`."""
-        is_here = (experts >= 0) & (experts < up.shape[0])
-        owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
-        # Other ranks' experts get an index past the last, as in `grouped.Blocks`.
+        owners = owners_of(experts, up.shape[0])
         rows = Blocks(self.activation, self.num_experts).rows(owners.size)
         run = _Adapted(
             BlockedArguments(activation_of(self.activation), rows, experts.shape[1]), self.num_biases, self.scale

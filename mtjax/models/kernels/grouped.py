@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.models.activations import activation_of
 from mtjax.sharding.axes import varying_like
+from mtjax.sharding.experts.ragged_all_to_all import take_rows
 
 LONGEST, SHORTEST = 1024, 8
 """Rows of a block, at most and at least."""
@@ -33,9 +34,7 @@ class Blocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array, *biases: Array) -> Array:
         """See `ExpertCompute`."""
-        # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
-        is_here = (experts >= 0) & (experts < up.shape[0])
-        owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
+        owners = owners_of(experts, up.shape[0])
         run = BlockedArguments(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
@@ -44,6 +43,12 @@ class Blocks(NamedTuple):
         mean = pairs // (self.num_experts * BLOCKS_OF_AN_EXPERT)
         # An expert's last block is half padding on average: of BLOCKS_OF_AN_EXPERT blocks that is 1/16 of its rows.
         return min(max(1 << max(mean.bit_length() - 1, 0), SHORTEST), LONGEST)
+
+
+def owners_of(experts: Int[Array, "tokens chosen"], count: int) -> Int[Array, " pairs"]:
+    """Returns the expert of each pair, of this rank's `count`."""
+    # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
+    return jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
 
 
 class BlockedArguments(NamedTuple):
@@ -125,11 +130,6 @@ class Division(NamedTuple):
         pairs = lax.dynamic_slice_in_dim(self.order, first + start, size)
         is_pair = start + jnp.arange(size) < count
         return _Block(expert, pairs, jnp.where(is_pair, pairs // self.run.chosen, self.tokens), is_pair)
-
-
-def take_rows(x: Array, rows: Array) -> Array:
-    """Gathers rows of x; zeros past the last."""
-    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def add_rows(x: Array, rows: Array, values: Array) -> Array:

@@ -205,7 +205,7 @@ class _Chunks(NamedTuple):
         left = jnp.exp(jnp.moveaxis(to_last(jnp.moveaxis(self.decay, 2, -1)), -1, 2)) * self.rate
         if self.segments is not None:
             left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)
-        return _wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
+        return wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
 
     def within(self) -> Float[Array, "b c q u h p"]:
         """Computes what tokens read of those before them in their chunk."""
@@ -215,7 +215,7 @@ class _Chunks(NamedTuple):
             sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
         decay, rate = (jnp.moveaxis(v, 2, -1) for v in (self.decay, self.rate))
         fades = jnp.exp(where(sees, between(decay), -jnp.inf))
-        scores = _wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
+        scores = wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
         weights = (scores[:, :, :, None] * fades * rate[..., None, :]).astype(self.x.dtype)
         return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
 
@@ -244,7 +244,8 @@ def to_last(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q"]:
     return jnp.pad(decay[..., -1:] - decay[..., :-1], [(0, 0)] * (decay.ndim - 1) + [(0, 1)])
 
 
-def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
+def wide_einsum(subscripts: str, *arrays: Array) -> Array:
+    """Computes an einsum whose sums, and result, are float32."""
     return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
