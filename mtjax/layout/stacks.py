@@ -100,6 +100,7 @@ def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerSt
         side, section = "" if is_last else f"{path}_", {"among": len(pattern), "pattern": pattern, "letter": letter}
         return LayerStack(path, len(numbers), tokens, side, numbers, kind=kind, **section)
 
+    # In the order of `kinds`, so that symbols do not depend on which layer is first.
     letters = [letter for letter in kinds if letter in pattern]
     return tuple(stack(letter, is_last=letter == letters[-1]) for letter in letters)
 
