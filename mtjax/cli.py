@@ -200,9 +200,9 @@ def parse(
     start = base(start, argv) if base else start
     groups = {f.name: getattr(start, f.name) for f in dataclasses.fields(start) if f.name not in hidden}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
-    fields += [("command", options, options())]
-    fields += [(group, type(value), value) for group, value in groups.items()]
+    fields += [("command", options, options()), *((group, type(value), value) for group, value in groups.items())]
     shown = ConfigDefaults(path.name, dataclasses.asdict(config.replace(config.Config(), family=start.model.family)))
+    # One dataclass, so that tyro knows every option of the command, with the file's values as defaults.
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common, shown)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})

@@ -108,13 +108,13 @@ def _contract(
     lines = [line for part, stream in outside for line in part.collectives(stream)]
     for stack, part in anatomy.layer_parts():
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
-        # A recomputed chunk runs forward again in its backward half, under the names of a forward pass.
+        # A recomputed chunk runs forward once more under the names of a forward pass; a loop's recompute has its own.
         ahead = f"2*{turns}" if pipeline == "recomputed" else turns
-        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=types[0], matrix_gradients=types[1])
-        reads = {"needed_again": part not in stack.unread or not drops_last}
+        inside = replace(ends, turns=turns, forward_turns=ahead, unstacked=unrolled)
+        inside = replace(inside, gathers=types[0], matrix_gradients=types[1])
+        reads = {"needed_again": part not in stack.unread or not drops_last, **(stack.joined(part) if joins[0] else {})}
         reads |= {"learns_before": anatomy.learns_before(stack, part), "is_frozen": anatomy.is_frozen(part, stack)}
-        reads |= stack.joined(part) if joins[0] else {}
-        of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, unstacked=unrolled, **reads))
+        of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -127,7 +127,7 @@ def _contract(
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
-        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)
+        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # experts differ on it
         turns = "ticks" if pipeline else "microbatches"
         of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)

@@ -23,7 +23,8 @@ def scan_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     computes again."""
     known = [kernels for part in stack.parts if (kernels := part.scan_kernels(plan)) is not None]
     forward, backward = (
-        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[way])
+        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[:2][way])
+        + sum(each.times * machine.overhead(*each[:3]) for kernels in known for each in kernels.short[way])
         for way in (0, 1)
     )
     return forward, backward

@@ -177,7 +177,7 @@ def compile_for(
       UserError: XLA fails to compile it.
     """
     # As options of this compilation: `XLA_FLAGS` is read once a process, and would make every program write there.
-    written = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
+    written: dict[str, str | bool] = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
     with warnings.catch_warnings():
         # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)

@@ -34,10 +34,11 @@ def _fusion(fused: Computation) -> int:
 
 
 def _read(fused: Computation, value: Instruction) -> int:
-    """Returns the bytes read of a value: the slices, where all its users only slice it."""
+    """Returns the bytes read of a value: the slices, where all its users only slice it; in its own type, also where it
+    is converted first."""
     users = fused.users.get(value.name, ())
     if not users:
-        return 0
+        return _written(fused, value) if value.name == fused.root.name else 0
     read = 0
     for user in users:
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
@@ -47,9 +48,8 @@ def _read(fused: Computation, value: Instruction) -> int:
         elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
             read += fused.by_name[user.operands[2]].bytes  # the rows to which updates are added
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
-            # A conversion to float32 doubles the bytes of what is read behind it, but memory has those of the
-            # parameter.
-            read += _read(fused, user) if user.opcode == "bitcast" else min(_read(fused, user), value.bytes)
+            # In the bytes of the parameter: what a conversion to float32 reads behind it has twice as many.
+            read += _read(fused, user) * value.bytes // max(user.bytes, 1)
         else:
             return value.bytes
     return min(read, value.bytes)

@@ -22,7 +22,7 @@ ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
 
 Kinds = Mapping[str, tuple[str, str]]
-"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.mixers.registry`."""
+"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.layer`."""
 _HYBRID: Kinds = {letter: (kind, kind) for letter, kind in KIND_OF.items()}
 _WITH_EXPERTS: Kinds = {"T": (DENSE, "transformer"), "X": (STACK, "transformer with experts")}
 """Kinds of a decoder in which some layers have experts: `first_dense_layers` 2 of 5 is TTXXX, `moe_every` 3 TTXTTX."""
@@ -100,6 +100,7 @@ def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerSt
         side, section = "" if is_last else f"{path}_", {"among": len(pattern), "pattern": pattern, "letter": letter}
         return LayerStack(path, len(numbers), tokens, side, numbers, kind=kind, **section)
 
+    # In the order of `kinds`, so that symbols do not depend on which layer is first.
     letters = [letter for letter in kinds if letter in pattern]
     return tuple(stack(letter, is_last=letter == letters[-1]) for letter in letters)
 

@@ -137,6 +137,49 @@ def test_of_slices_only_the_slice_moves():
     assert moved == 400 + 4 + 400 + 400 + 400
 
 
+CONVERTED = """HloModule m, is_scheduled=true
+
+%alone (x: f32[8,100]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  ROOT %cast = bf16[8,100]{1,0} convert(%x)
+}
+
+%viewed (x: f32[8,100]) -> bf16[800] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %flat = bf16[800]{0} bitcast(%cast)
+}
+
+%used (x: f32[8,100], unread: f32[8]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %unread = f32[8]{0} parameter(1)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %negative = bf16[8,100]{1,0} negate(%cast)
+}
+
+%cut (x: f32[8,100]) -> bf16[2,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %rows = bf16[2,100]{1,0} slice(%cast), slice={[0:2], [0:100]}
+}
+
+ENTRY %main (x: f32[8,100], y: f32[8]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %a = bf16[8,100]{1,0} fusion(%x), kind=kLoop, calls=%alone
+  %v = bf16[800]{0} fusion(%x), kind=kLoop, calls=%viewed
+  %c = bf16[2,100]{1,0} fusion(%x), kind=kLoop, calls=%cut
+  ROOT %u = bf16[8,100]{1,0} fusion(%x, %y), kind=kLoop, calls=%used
+}
+"""
+
+
+def test_what_is_converted_is_read_in_its_own_type():
+    module = hlo.parse(CONVERTED)
+    moved = {name: bytes_moved(module, module.entry, module.entry.by_name[name]) for name in ("a", "v", "u", "c")}
+    assert moved == {"a": 3200 + 1600, "v": 3200 + 1600, "u": 3200 + 1600, "c": 800 + 400}
+
+
 def test_products_in_fusions_and_libraries():
     module = hlo.parse(FUSED)
     (fused,) = products_of(module, module.entry, module.entry.by_name["g"])

@@ -9,9 +9,8 @@ import pytest
 
 from mtjax.config import Model
 from mtjax.layout.layouts import TENSOR
-from mtjax.models.activations import activation_of
 from mtjax.models.head_norm import HeadNorm
-from mtjax.models.norms import LayerNorm
+from mtjax.models.ops import LayerNorm, activation_of
 from mtjax.models.rms_norm import RMSNorm
 from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of

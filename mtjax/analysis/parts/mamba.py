@@ -159,10 +159,13 @@ class Mamba(Part):
             scores=chunk * groups,
             states=inner * state / chunk,
             taps=self.model.ssm_conv,
+            chunk=chunk,
+            state=state,
         )
         tokens = plan.local_tokens(self.tokens)
         blocks = round(tokens / self._tokens_at_once(plan))
-        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1)
+        full_recompute = plan.recompute == "full"
+        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1, full_recompute=full_recompute)
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)

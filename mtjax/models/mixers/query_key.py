@@ -9,7 +9,7 @@ from mtjax.config.sizes import head_dim, num_kv_heads
 from mtjax.layout.weights import head_norm_weights
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.attention import SelfAttention
+from mtjax.models.mixers.transformer import SelfAttention
 from mtjax.models.rotary import rotate
 
 
