@@ -57,6 +57,7 @@ def layer_seconds(
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    # A loop that keeps a gated MLP's product (`KEPT_GATE`).
     if plan.residuals == "jax" and plan.recompute != "full" and not plan.unrolled:
         gates = plan.local_tokens(1) * sum(t.gate for t in touched) / plan.mesh.model
         back += machine.passes(KEPT_GATE * plan.element_bytes * gates)

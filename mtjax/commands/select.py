@@ -119,6 +119,7 @@ def check(options: Options) -> None:
 
 def selected(scores: np.ndarray, options: Options) -> np.ndarray:
     """Returns the indices of the rows to keep, in order."""
+    # Neither is 0: `check` has refused it.
     share = options.lowest or options.highest
     if share is None:
         is_kept = np.ones(len(scores), bool)

@@ -173,6 +173,7 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
     libraries = 0
     for site in map(_Site._make, executed(roofline, roofline.module.entry, 1, in_loop=False)):
         kernel = kernel_of(dumped, site.instruction)
+        # What XLA did not write is a library's, or a copy.
         if kernel in assembled:
             found.setdefault(kernel, []).append(site)
         elif site.instruction.opcode == "custom-call":
