@@ -30,6 +30,7 @@ def expert_blocks(model: Model, plan: Plan) -> ExpertBlocks:
     """Returns the blocks of experts' products if all experts are chosen equally often."""
     ways, length = plan.mesh.expert, model.sequence_length
     capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
+    # A rank's experts get the tokens of all expert parallel ranks, and with equal loads each expert the same number.
     pairs = ways * tokens * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
