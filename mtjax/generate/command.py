@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -103,7 +103,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
 
-def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -> None:
+def search_beams(options: Options, job: "GenerateJob", prompts: Sequence[str]) -> None:
     """Prints, or writes to --output, the best texts of a beam search for each prompt.
 
     Raises:
@@ -112,7 +112,7 @@ def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -
     if options.input is None or options.output is None:
         for prompt in prompts:
             for number, (text, beam) in enumerate(job.beams(prompt, options.sampling.max_tokens)):
-                if options.samples > 1 or len(tuple(prompts)) > 1:
+                if options.samples > 1 or len(prompts) > 1:
                     print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
                 print(text)
         return

@@ -17,7 +17,7 @@ from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.serve.api_error import ApiError, as_json, json_response
 from mtjax.serve.fields import Fields, invalid_value, strings_or_one
 from mtjax.serve.host import PendingResponse, TextEvent
-from mtjax.serve.service import Service, random_seed, unless_disconnected
+from mtjax.serve.service import Service, answered, random_seed
 
 MOST_SAMPLES = 128
 """Maximum of `n`."""
@@ -136,11 +136,7 @@ class Texts:
         self._service.host.submit(self._pending, [text.request for text in self._texts])
         if self._fields.stream:
             return EventStream(self._events(form), self._service, self._pending)
-        try:
-            return await unless_disconnected(request.receive, self._full_response(form))
-        # Texts of a client that has gone would keep their slots until their last token.
-        finally:
-            self._service.host.cancel(self._pending)
+        return await answered(self._service.host, self._pending, request.receive, self._full_response(form))
 
     def _put_piece(self, index: int, text: Completion, piece: Piece) -> None:
         # Pieces of an echoed prompt come before the first piece of the text.

@@ -17,7 +17,7 @@ from mtjax.generate.beams import BeamSearch
 from mtjax.generate.request import Request, Sampling, Token, with_text_seed
 from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.fields import Fields, checked_text, invalid_value
-from mtjax.serve.service import Service, random_seed, unless_disconnected
+from mtjax.serve.service import Service, answered, random_seed
 
 MOST_PROMPTS = 128
 TOKENS = 64
@@ -89,10 +89,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
             }
         )
 
-    try:
-        return await unless_disconnected(request.receive, full_response())
-    finally:
-        service.host.cancel(pending)
+    return await answered(service.host, pending, request.receive, full_response())
 
 
 async def respond_with_beams(
@@ -129,10 +126,7 @@ async def respond_with_beams(
             }
         )
 
-    try:
-        return await unless_disconnected(request.receive, full_response())
-    finally:
-        host.cancel(pending)
+    return await answered(host, pending, request.receive, full_response())
 
 
 def read(fields: Fields, eod: int) -> MegatronRequest:

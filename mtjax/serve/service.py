@@ -159,7 +159,16 @@ class Service:
         return Completion(self.tokens.decoder, tuple(prompt), sampling, **more)
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
+async def answered(host: Host, pending: PendingResponse, receive: Receive, work: Awaitable[Response]) -> Response:
+    """Awaits a response, and cancels its texts if it is not completed."""
+    try:
+        return await _unless_disconnected(receive, work)
+    finally:
+        # Texts of a client that has gone would keep their slots until their last token.
+        host.cancel(pending)
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
     """Awaits a response; cancels it if the client disconnects before."""
 
     async def disconnected() -> None:
