@@ -103,6 +103,7 @@ class HarnessModel:
             # One more than the model reads, as the last token is only predicted: lm-eval truncates so too.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(ScoredRow(np.asarray(ids, np.int32), len(ids) - len(after)))
+        # All rows in one call, so that rows of similar length share batches.
         scores = self._scores("continuations", rows)
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
@@ -229,6 +230,7 @@ def as_lm(model: HarnessModel) -> Any:
 
         @property
         def eot_token_id(self) -> int:
+            # lm-eval conditions a text without context on this token.
             return model.prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -79,6 +79,7 @@ def evaluate(options: Options) -> Results:
                     "overlap": settings.overlap,
                 }
                 write(options, weights, task_facts, results, time.monotonic() - start)
+                # Only now: a result that can't be written must not cost the answers.
                 saved_answers.remove()
     return results
 
@@ -129,6 +130,7 @@ class AnswersIdentity:
     def digest(self) -> str:
         """A digest of all facts but those that only affect rounding, such as the mesh."""
         facts = (
+            # The digest of the tokenizer's content: the same folder may have another one by now.
             *(self.options.task, self.data, self.settings, digest_of(self.tokenizer), self.weights),
             # Not `rows`: padding of a batch changes no score by more than rounding.
             *(self.options.compute_dtype, self.options.attention, __version__),

@@ -115,6 +115,7 @@ class Texts:
         self, service: Service, fields: CommonFields, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
     ) -> None:
         self._service, self._fields, self._prompts = service, fields, prompts
+        # Created here, as its timeout includes the time in the queue.
         self._pending = service.pending_response()
         self._texts = [
             service.completion(
@@ -130,6 +131,7 @@ class Texts:
         Raises:
           ApiError: the texts are rejected, or not done before the timeout.
         """
+        # Only a stream reads pieces; a full response waits for the ends of texts.
         if self._fields.stream:
             for index, text in enumerate(self._texts):
                 text.on_piece = partial(self._put_piece, index, text)
@@ -185,6 +187,7 @@ class Texts:
         }
 
     def _usage(self, form: ResponseFormat) -> dict[str, int]:
+        # Once for each prompt, however many texts continue it, as in OpenAI's API.
         prompt_tokens = sum(map(len, self._prompts))
         # The engine generates a token in any case.
         pieces = (piece for text in self._texts for piece in text.pieces) if form.has_text else ()

@@ -43,6 +43,7 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
+        # OpenAI's package sends null for what a caller sets to None.
         self._remaining = {name: value for name, value in values.items() if value is not None}
         self._known = set(without_effect)
         for name in without_effect:

@@ -109,6 +109,7 @@ class Service:
             raise ApiError(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
         chunks, size = [], 0
         try:
+            # A client that sends a byte now and then would keep its connection forever.
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     size += len(chunk)
@@ -182,6 +183,7 @@ async def _unless_disconnected(receive: Receive, work: Awaitable[Response]) -> R
     finally:
         for task in (response, disconnect):
             task.cancel()
+        # Awaited after they were cancelled, or asyncio would report exceptions that nobody retrieved.
         await asyncio.gather(response, disconnect, return_exceptions=True)
 
 
