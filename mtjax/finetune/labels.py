@@ -85,6 +85,7 @@ def weights_of(config: Config, numbers: np.ndarray) -> np.ndarray:
             f"--class-weights {text} has no effect on {config.finetuning.task}, a task without classes: remove it"
         )
     if text == "balanced":
+        # A class that --labels names may have no rows.
         counts = np.bincount(numbers, minlength=len(labels))
         # scikit-learn's "balanced": every class has the same total weight.
         return (len(numbers) / (len(labels) * np.maximum(counts, 1))).astype(np.float32)[numbers]

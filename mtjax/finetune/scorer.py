@@ -93,6 +93,7 @@ def _scores_of_command(command: str, texts: Sequence[str]) -> list[float]:
     """
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     try:
+        # stderr is the user's: a program's progress and errors are shown as they come.
         done = subprocess.run(shlex.split(command), input=lines.encode(), stdout=subprocess.PIPE, check=False)
     except (OSError, ValueError, IndexError) as e:
         raise UserError(f"--scorer {COMMAND}{command} can't be run: {first_line(e)}") from e

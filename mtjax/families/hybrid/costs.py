@@ -59,6 +59,7 @@ def _layers_below_adapters(model: Model, frozen: set[str]) -> int:
         if not set(unit) <= frozen:
             below = len(unit) - len(unit.lstrip("".join(frozen)))
             return count + (below if times == 1 else 0)
+        # A loop has one backward pass for all its layers.
         count += len(unit) * times
     return 0
 

@@ -248,6 +248,7 @@ MELLUM = decoder(
 
 
 def _is_local(values: Json, layer: int) -> bool:
+    # transformers' default of Flint's layer_types.
     return not (layer < 2 or layer % 4 == 1 or layer == values["num_hidden_layers"] - 1)
 
 
@@ -298,6 +299,7 @@ def _one_of(values: Json, key: str) -> Any:
 
 def _read_hunyuan(values: Json) -> Settings:
     chosen = {"num_experts": _one_of(values, "num_experts"), "experts_top_k": _one_of(values, "moe_topk")}
+    # Hunyuan has one shared expert, as wide as the others.
     return {**chosen, "expert_size": values["intermediate_size"], "shared_expert_size": values["intermediate_size"]}
 
 
