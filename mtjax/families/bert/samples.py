@@ -21,7 +21,7 @@ from mtjax.data.samples.styled import MASKED, PLAIN, SECOND, SPECIAL
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
-# Megatron's id of labels without loss.
+# Megatron's label of tokens without loss.
 IGNORED = -1
 # [CLS] and two [SEP], also for a single run, which has one [SEP]: runs are as long in both.
 SPECIAL_TOKENS = 3

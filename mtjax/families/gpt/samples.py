@@ -168,7 +168,7 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
         # By the input, as in Megatron: the end of a document is learned as a label, what follows it is not.
         sample["loss_mask"][ends] = 0.0
     if options.reset_position_ids:
-        # The position of the newest start so far, without a loop as Megatron has.
+        # Minus the position of the newest start so far, in place of Megatron's loop.
         sample["position_ids"] = positions - np.maximum.accumulate(np.where(starts, positions, 0)).astype(np.int32)
     if options.reset_attention_mask:
         sample["segment_ids"] = np.cumsum(starts, dtype=np.int32)
