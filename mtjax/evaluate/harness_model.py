@@ -5,6 +5,7 @@ Texts are encoded as by lm-eval's `hf` model, so that both get the same results.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
+from mtjax.generate.first_tokens import is_special
 from mtjax.generate.request import Sampling
 from mtjax.runtime.processes.coordination import this_process
 
@@ -61,7 +63,7 @@ class HarnessModel:
         identity: str = "",
     ) -> None:
         self.tokenizer, self.prefix, self.longest = tokenizer, prefix, scorer.longest
-        self._added = added_tokens(tokenizer)
+        self._added, self._is_special = added_tokens(tokenizer), cache(partial(is_special, tokenizer))
         self._scorer, self._parameters = scorer, parameters
         self._stop_ids, self._sequences, self._out, self._identity = stop_ids, sequences, out, identity
         self._saved: list[SavedAnswers] = []
@@ -172,9 +174,19 @@ class HarnessModel:
                 ids = tuple((self.encode(prompt) or [self.prefix])[-prompt_limit:])
                 text = Completion(self.tokenizer, ids, sampling, self._stop_ids, stops, on_end=count)
                 self._engine.submit(text.request)
-                texts.append(text)
+                texts.append((text, stops))
             self._engine.run()
-        return [text.text for text in texts]
+        return [self._decoded(text, stops) for text, stops in texts]
+
+    def _decoded(self, text: Completion, stops: Sequence[str]) -> str:
+        """Decodes a text as lm-eval does."""
+        # Its tokens alone, so that many tokenizers drop the space before the first word, without special tokens; and
+        # cut at stop strings only then. `exact_match` compares all characters.
+        ids = (piece.token.id for piece in text.pieces if piece.token is not None)
+        decoded = self.tokenizer.decode([index for index in ids if not self._is_special(index)])
+        for stop in stops:
+            decoded = decoded.partition(stop)[0]
+        return decoded
 
 
 def rolling_rows(ids: list[int], prefix: int, length: int) -> list[ScoredRow]:
