@@ -47,7 +47,7 @@ class HarnessModel:
       prefix: id that is prepended to a text without context.
       stop_ids: ids that end a text.
       sequences: batch size of generation.
-      out: scores are saved next to this file until `forget`; None for not saving.
+      out: scores are saved next to this file until `remove_saved`; None for not saving.
       identity: identity of the model; saved scores with another are discarded.
     """
 

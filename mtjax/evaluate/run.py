@@ -94,6 +94,7 @@ def open_weights(options: Options) -> Iterator[LoadedWeights]:
     shape, parallel = parallel_of(options)
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the evaluation again: finished rows are saved next to --out"
+        # Before the weights are looked at, which uses a device: their number is fixed from then on.
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
         sharded_model = ShardedModel(config_of(options, saved.config, parallel), mesh)

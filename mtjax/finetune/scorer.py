@@ -63,6 +63,7 @@ def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
 
     def scores(texts: Sequence[str]) -> list[float]:
         examples = [Example((text,), None, line) for line, text in enumerate(texts, 1)]
+        # `which` is "": rows without labels are kept.
         encoded = task.encoded(examples, encoder, config)
         samples = encoded.samples(config.model.sequence_length)
         values = encoded.comparable(encoded.read(outputs.compute(parameters, samples)).astype(np.float64))

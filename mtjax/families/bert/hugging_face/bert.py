@@ -159,4 +159,5 @@ def _family(
 
 BERT = _family("bert", "Bert", "post", POST_LN)
 MEGATRON_BERT = _family("megatron-bert", "MegatronBert", "pre", PRE_LN)
+# With task ids, ERNIE adds a fourth embedding.
 ERNIE = _family("ernie", "Ernie", "post", with_prefix(POST_LN, "ernie."), ONLY | {"use_task_id": (False,)})
