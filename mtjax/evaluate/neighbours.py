@@ -32,7 +32,7 @@ from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 GRAM = 13

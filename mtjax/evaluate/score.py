@@ -20,7 +20,7 @@ from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.context.zigzag import token_order
 from mtjax.sharding.global_batch import context_degree, global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 SHORTEST = 64

@@ -10,11 +10,11 @@ from jax import Array
 from mtjax.data.samples.sample import Dataset, stack
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
+from mtjax.models.language_model import HiddenStates
 from mtjax.models.sharded_model import ShardedModel, Tree
-from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 
 
 class Outputs:

@@ -20,9 +20,9 @@ from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
+from mtjax.models.language_model import HiddenStates
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
 from mtjax.models.teacher import TEACHER, TEACHER_TABLE
-from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.train.step import TrainStep
 

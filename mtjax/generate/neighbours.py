@@ -28,7 +28,7 @@ from mtjax.generate.engine import sampling_batch, to_tokens
 from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
-from mtjax.models.trunk import run_sections
+from mtjax.models.language_model import run_sections
 from mtjax.retrieval.retriever import NeighbourSource, Retriever
 from mtjax.sharding.axes import spec, use_rules
 

@@ -17,17 +17,25 @@ from jaxtyping import Float, Int
 from mtjax.config import Config
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.weights import embedding_weights
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, WithVocabulary, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
+from mtjax.models.language_model import (
+    EMBEDDING_SITE,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
+    WithVocabulary,
+    embed_tokens,
+    position_table,
+    run_sections,
+    vocabulary_table,
+)
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import normal
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import dropout, make_norm, normal
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.axes import local_positions, num_shards, spec
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import from_first_context_rank

@@ -133,7 +133,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         biases=attention_biases(model),
         is_causal=is_causal,
         rank=adapter_rank(model, "attention"),
-        qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
+        qk_norm=model.qk_norm and 1 + model.qk_norm_bias,
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         has_gate=model.attention_output_gate,

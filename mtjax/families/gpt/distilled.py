@@ -6,9 +6,9 @@ from typing import Any, Self
 from jax import Array
 
 from mtjax.families.gpt.model import GPT
+from mtjax.models.language_model import Batch, HiddenStates, Keys, Microbatch
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Microbatch
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions
 

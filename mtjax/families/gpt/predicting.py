@@ -12,12 +12,12 @@ from mtjax.config import Config
 from mtjax.config.float8 import PREDICTION
 from mtjax.families.gpt.model import GPT
 from mtjax.layout.stacks import stacks_of
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
 from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import in_chunk
-from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 

@@ -26,7 +26,8 @@ from mtjax.families.retro.cost_parts import (
     NeighbourPositions,
     Unread,
 )
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, LayerStack, stacks_of
+from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import ENCODER, LayerStack, stacks_of
 
 
 def retro(model: Model) -> Anatomy:

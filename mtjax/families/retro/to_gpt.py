@@ -10,7 +10,8 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.families.retro.config import RETRO as RETRO_SETTINGS
-from mtjax.layout.stacks import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
+from mtjax.families.retro.layout import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import STACK
 
 
 class DecoderSource:

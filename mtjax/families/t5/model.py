@@ -17,22 +17,25 @@ from jaxtyping import Float, Int
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length, output_shape, padded_vocab_size
 from mtjax.layout.stacks import LayerStack, stacks_of
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import (
+from mtjax.models.kv_cache import CachePositions
+from mtjax.models.language_model import (
     EMBEDDING_SITE,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
     WithVocabulary,
     embed_tokens,
     in_table,
     position_table,
+    run_sections,
     vocabulary_table,
 )
-from mtjax.models.kv_cache import CachePositions
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import dropout, make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2

@@ -7,7 +7,7 @@ from mtjax.config import Model
 from mtjax.config.layer_pattern import SIDE_BY_SIDE, shortened_pattern
 from mtjax.config.sizes import head_dim
 from mtjax.config.ssm import letters_of, ssm_heads
-from mtjax.convert.model_types.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size_fields, sizes
+from mtjax.convert.model_types.decoder import HEAD_DIM, NO_BIASES, ROPE, SWIGLU, decoder, size_fields, sizes
 from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
@@ -17,7 +17,6 @@ from mtjax.convert.model_types.parts import (
     check_factor,
     fields,
     inverse,
-    no_biases,
     unused,
 )
 from mtjax.errors import UserError
@@ -152,7 +151,7 @@ FALCON_H1 = halved(
         always(position="rope"),
         SWIGLU,
         ROPE,
-        no_biases(),
+        NO_BIASES,
         ConfigKeys(
             ("num_hidden_layers",),
             # H: attention and Mamba-2 side by side; each of transformers' layers is two here.
