@@ -24,7 +24,7 @@ def classes_of(examples: Sequence[Example]) -> tuple[str, ...]:
         raise UserError(
             f"{len(examples):,} training rows have {len(labels):,} different labels ({named}): these are not classes"
         )
-    # Otherwise class 10 would come before class 2, and a converted model have its numbers in another order.
+    # As texts, class 10 would come before class 2.
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))

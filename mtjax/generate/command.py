@@ -118,7 +118,6 @@ def search_beams(options: Options, job: "GenerateJob", prompts: Sequence[str]) -
         return
     with JsonLines.of(options, job.model, options.samples) as lines:
         # A search finds all samples of a prompt at once: the result is reused for the following samples of the line.
-        # -1 is no line's number.
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
         for line in lines.remaining():
             try:
@@ -204,8 +203,7 @@ class GenerateJob:
         max_queued = 2 * options.batch
         with JsonLines.of(options, self.model, options.samples) as lines:
             for line in lines.remaining():
-                # A document has no prompt, and its lines have an empty one: it begins after the token after which
-                # documents begin.
+                # Documents have empty prompts: they begin after the token that documents follow in training.
                 ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)

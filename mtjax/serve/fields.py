@@ -21,7 +21,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
 
     def constant(name: str) -> Any:
-        # Python's parser accepts NaN and Infinity; NaN passes every comparison with a bound.
+        # Python's parser accepts NaN and Infinity, which JSON does not have.
         raise ValueError(f"{name} is not valid in JSON")
 
     try:
