@@ -214,7 +214,7 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     if unknown is not None:
         raise UserError(f"a task's generation_kwargs have {unknown}; supported are {', '.join(known)}")
     do_sample = arguments.get("do_sample")
-    # A temperature above 0 without do_sample samples, as in lm-eval. With do_sample alone it is 1, transformers' default:
+    # A temperature above 0 without do_sample samples, as in lm-eval. With do_sample alone it is transformers' 1:
     # lm-eval's own 0 is an error there.
     temperature = float(arguments.get("temperature", 1.0 if do_sample else 0.0))
     settings = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
