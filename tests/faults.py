@@ -1710,6 +1710,27 @@ FAULTS = (
     ),
     # --- generate
     Fault(
+        "generate: a T5's text begins with the space that follows its prompt",
+        "TextWriter(self.tokenizer, self.prompt if self.continues else (), self.stops)",
+        "TextWriter(self.tokenizer, self.prompt, self.stops)",
+        "generate",
+        "test_the_text_of_an_encoder_decoder",
+    ),
+    Fault(
+        "serve: a prompt that is only scored counts a generated token",
+        "(piece for text in self._texts for piece in text.pieces) if form.has_text else ()",
+        "(piece for text in self._texts for piece in text.pieces)",
+        "serve",
+        "test_logprobs_of_a_prompt",
+    ),
+    Fault(
+        "evaluate: texts of lm-eval's tasks have names of special tokens",
+        "self.tokenizer.decode([index for index in ids if not self._is_special(index)])",
+        "self.tokenizer.decode(list(ids))",
+        "evaluate",
+        "test_texts_are_decoded",
+    ),
+    Fault(
         "generate: each model rank draws the same noise for its columns",
         "threefry(seed, varying_like(index_V, column_V), column_V.astype(jnp.uint32))",
         "threefry(seed, varying_like(index_V, column_V), (column_V % 64).astype(jnp.uint32))",
