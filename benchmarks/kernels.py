@@ -96,7 +96,7 @@ EXPECTED: dict[tuple[str, str], str] = {
     "element's array by comparisons (2.6% of a step of gemma2-9b)",
     (
         SWAPS,
-        "sharding/vocab_embedding.py",
+        "sharding/vocab.py",
     ): "up to 0.2% of a step (of gpt2-tiny): for some shapes, and on A100, 16-bit gradients of embeddings are added in "
     "a loop",
     (

@@ -25,8 +25,7 @@ from mtjax.models.ops import Linear, normal
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.axes import spec
-from mtjax.sharding.vocab import LossOptions, OutputOptions
-from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
+from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
 
 EMBEDDING_SITE = 2**31 - 1
 """Dropout site of the embeddings, distinct from every layer's number."""

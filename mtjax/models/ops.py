@@ -103,13 +103,7 @@ class LayerNorm(nnx.Module):
     """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
 
     def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        dtype: jax.typing.DTypeLike,
-        *,
-        weight: str = "scale",
-        bias: bool = True,
+        self, size: int, epsilon: float, dtype: jax.typing.DTypeLike, *, weight: str = "scale", bias: bool = True
     ) -> None:
         """Builds a factor of 1 and bias 0; `weight` is a value of the setting norm_weight."""
         self.weight_kind = weight

@@ -24,12 +24,7 @@ from jax import Array, lax
 from mtjax.config import Training
 from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
-from mtjax.sharding.gradients import (
-    accumulate_grads_into,
-    seed_cotangents,
-    split_accumulators,
-    zeros_like_shards,
-)
+from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.zero import gather_upfront
 
