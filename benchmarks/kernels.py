@@ -76,11 +76,6 @@ EXPECTED: dict[tuple[str, str], str] = {
     "take 3 times as long as these bytes; gradients of norms: XLA's sum over tokens is limited by the exchange of "
     "sectors (1.1% of a step of gpt2-xl)",
     ("slow", "models/mixers/transformer.py"): "exact GELU, of BERT and Pythia: the polynomials of erf",
-    **dict.fromkeys(
-        (("uncoalesced", "models/kernels/ssd.py"), ("slow", "models/kernels/ssd.py")),
-        "decays of chunks are transposed for their product with a triangle, a prefix sum, by a kernel of XLA that uses "
-        "17% of its sectors (1.9% of a step of mamba2-2.7b)",
-    ),
     (
         "spills",
         "models/ops.py",

@@ -26,6 +26,7 @@ class Outputs:
 
     def compute(self, parameters: Tree, samples: Dataset) -> np.ndarray:
         """Returns float32 logits or values [rows, outputs]; for spans [rows, sequence, 2]."""
+        # sample_index only selects dropout masks.
         names, batches = [name for name in self.sharded_model.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):
             numbers = np.minimum(start + self._mine, len(samples) - 1)  # pads the last batch with the last row

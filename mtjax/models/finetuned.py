@@ -44,6 +44,7 @@ def choice_losses(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, ch
     """Computes the loss over the choices of each question, which are consecutive rows, repeated for each of them."""
     # Each row has the label of its question; a teacher has a logit per row, [batch, 1].
     of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
+    # So that a mean over rows is the mean over questions.
     return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
 
 

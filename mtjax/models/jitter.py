@@ -28,6 +28,7 @@ def jitter(
     def of_sample(key: Array, positions: Array | None) -> Array:
         return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), positions)
 
+    # One primitive, as in `dropout`.
     bits = no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
     uniform = bits.astype(jnp.float32) * 2.0**-32
     return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)

@@ -25,6 +25,7 @@ class TrunkPipeline(TrunkLosses):
         """See `PipelineModel.boundary`: embeds the input of the last section, without running any layers."""
         batch, _, keys = microbatch
         hidden = None
+        # Each from the embedding of the section before, instead of its output: types are all that is needed.
         for section in self.model(parameters).sections.values():
             hidden = section.embed(batch, keys, hidden)
         assert hidden is not None, "a model has a section"

@@ -43,6 +43,7 @@ def prediction_number(parameter: str) -> int:
 
 def coefficient(model: Model) -> float:
     """Returns the coefficient of the loss of each layer."""
+    # The mean over the layers, times the factor, as in DeepSeek-V3's equation 25.
     return model.mtp_loss_scaling_factor / model.mtp_num_layers
 
 
@@ -101,6 +102,7 @@ class Predictor(nnx.Module):
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, number: int, key: Array) -> None:
         """Draws the parameters of layer `number`, from 1 on."""
+        # Numbered behind the model's layers, so that no dropout key is used twice.
         self.number, self.layer_number = number, model.num_layers + number - 1
         key = jax.random.fold_in(key, self.layer_number)
         self.embedding_norm, self.hidden_norm = make_norm(model, dtype), make_norm(model, dtype)

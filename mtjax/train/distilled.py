@@ -45,6 +45,7 @@ class Distilled(TrainStep):
             self._tables[TEACHER_TABLE] = jax.ShapeDtypeStruct((padded_vocab_size(config.model), width), dtype)
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
         dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
+        # The teacher's table has a record, so that ZeRO gathers it as it does the student's; it is not trainable.
         records = param_specs(names, shapes, self.layout, self.mesh_shape, *dtypes, lambda name: False)
         self._region = dataclasses.replace(self.step_region, records={**self.step_region.records, **records})
         self._table_shardings = shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
@@ -81,6 +82,7 @@ class Distilled(TrainStep):
         # What routers report has the weights of their settings.
         routed = {name: value for name, value in parts.items() if name not in shares}
         of_tokens = {"loss": parts[HARD] + parts[SOFT]} if routed else {}
+        # A share of 0 has no loss to report.
         unweighted = {name: parts[name] / share for name, share in shares.items() if share}
         return loss, {**of_tokens, **unweighted, **routed}, gradients
 

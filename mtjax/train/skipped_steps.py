@@ -86,6 +86,7 @@ class NonfiniteSteps:
             elif not self._is_scaling(loss, results.get("loss_scale")):
                 new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
+                # Later steps do not matter: the run ends here.
                 if self.are_too_many:
                     break
         return new

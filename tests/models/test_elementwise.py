@@ -91,7 +91,7 @@ def test_norms_and_their_gradients(kind, weight, has_bias, dtype):
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
         if kind == "HeadNorm":
-            norm = HeadNorm(Model(head_dim=size), "heads", 1)
+            norm = HeadNorm(Model(), {"scale": {"head_dim": size}})
         elif kind == "RMSNorm":
             norm = RMSNorm(size, 1e-5, dtype, weight=weight)
         else:

@@ -51,6 +51,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: Config, *, key: Array) -> None:
         """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        # The heads of `BERT` take the other three, so that an encoder draws the same with any head.
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = embedding_weights(model.hidden_size, token_types=model.num_token_types)
         recompute = Recompute.of(config.training)
@@ -115,6 +116,7 @@ class Encoder(nnx.Module):
             rotation = self.rotary(ids, length * num_shards("seq"))
         return LayerContext(
             keys,
+            # Tokens attend within their segment: padding is one of its own.
             batch["padding_mask"],
             rotation=rotation,
             is_causal=False,
@@ -148,9 +150,11 @@ class BERT(Encoder, WithVocabulary):
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
+            # Back to [batch, seq], as loss weights are given for all tokens.
             by_name = {"masked_lm": masked.put(losses)}
             if self.order is not None:
                 losses = class_losses(self.order(hidden), batch["sentence_order"])
+                # Only the first context rank has the first token, on which this head depends.
                 by_name["sentence_order"] = from_first_context_rank(losses, hidden.shape[1])
             return by_name
 

@@ -14,8 +14,9 @@ from jax import Array
 from mtjax.config import Config, Model
 from mtjax.families.gpt.model import GPT
 from mtjax.families.retro.config import letters_of_retro, neighbour_length, num_chunks
+from mtjax.families.retro.layout import FIRST_REST
 from mtjax.families.retro.stacks import LETTERS, RetroLayer, RetroStacks, neighbour_keys
-from mtjax.layout.stacks import ENCODER, FIRST_REST, stacks_of
+from mtjax.layout.stacks import ENCODER, stacks_of
 from mtjax.models.language_model import EMBEDDING_SITE, Batch, HiddenStates, Keys, Section, embed_tokens
 from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext

@@ -10,7 +10,8 @@ import jax
 from jax import Array
 
 from mtjax.config import Model
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import ENCODER
 from mtjax.models.layer import Layer, Residual, Stack
 from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.chunked import keys_of_rows
@@ -80,6 +81,7 @@ class RetroStacks:
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
         loop, done = PatternLoop.of(used, below, None), dict.fromkeys(used, 0)
         before, _, behind = self.letters.partition("R")
+        # The layer R is in two halves: the encoder reads what its attention (A) gives.
         (x, carried), _ = loop.run_all(f"{before}A", done, (x, loop.carried))
         if neighbours is not None:
             normed = self.norm(x)

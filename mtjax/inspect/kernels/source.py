@@ -49,6 +49,7 @@ class SourceLines:
             numbers = _numbers(self.tables["StackFrames"][frame])
             place = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", 0), ""))
             path = self.tables["FileNames"].get(place.get("file_name_id", 0), "")
+            # From the innermost frame outwards: those of jax and flax come first and are the same for all operations.
             if _PACKAGE in path and not path.endswith(_WRAPPERS):
                 return f"{path.rsplit(_PACKAGE, 1)[1]}:{place.get('line', 0)}"
             frame = numbers.get("parent_frame_id", 1) - 1  # XLA prints one more than the parent's number

@@ -33,6 +33,7 @@ def causal_mask(
     """
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if isinstance(window, int):
+        # A static window needs no mask of the layer's own: one array serves all layers.
         causal = jnp.triu(causal, 1 - window)
     elif window is not None:
         # XLA: the distances alone would be hoisted out of the scan over layers, in 32 bits.

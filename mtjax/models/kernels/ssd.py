@@ -58,6 +58,7 @@ def scan(
     size = min(size, length)
     inputs = whole_chunks(inputs, size)
     count = inputs.x.shape[1] // size
+    # As many chunks as possible, of which all blocks have equally many.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
 
     def block(state: Array | None, before: Array | None, own: ScanInputs) -> tuple[Array, Array]:
@@ -81,6 +82,8 @@ def scan(
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
     blocks = jax.tree.map(lambda v: jnp.moveaxis(in_chunks(v, at_once * size), 1, 0), inputs)
+    # A block saves the state that comes in; its weights between tokens are recomputed, and alive for one block at a
+    # time.
     (state, _), y = lax.scan(jax.checkpoint(iteration), (state, before), blocks)
     return joined(jnp.moveaxis(y, 0, 1))[:, :length], state
 
@@ -109,6 +112,7 @@ def left_behind(inputs: ScanInputs, a: Float[Array, "u h"], size: int) -> tuple[
     size = min(size, inputs.x.shape[1])
     chunks = _Chunks.of(whole_chunks(inputs, size), a, size, None)
     total = chunks.total
+    # Summed from the end: a difference of sums from the start would lose digits where the decay before is strong.
     behind = jnp.flip(jnp.cumsum(jnp.flip(total, 1), 1), 1) - total
     weights = jnp.exp(behind)
     if chunks.segments is not None:
@@ -141,8 +145,11 @@ def pass_states(
     fades, breaks, own = until[:, :, None] - decay[:, None], None, None
     if goes_on is not None:
         breaks = jnp.cumsum(~goes_on, 1)
+        # Chunks in which a document begins, up to and with each chunk (`breaks`), and without it (`own`): a state
+        # passes where none is between.
         own = breaks - ~goes_on
         passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]
+    # Masked before the exponential: differences to later chunks are positive, and would overflow.
     weights = jnp.exp(jnp.where(passes, fades, -jnp.inf))
     incoming = jnp.einsum("bizuh,bzuhpn->biuhpn", weights, states, precision=HIGHEST)
     if first is not None:
@@ -157,16 +164,16 @@ def pass_states(
 
 
 class _Chunks(NamedTuple):
-    """Tokens in chunks, [b, c, q, ...], and what follows from dt."""
+    """Tokens in chunks, [b, c, q, ...], and what follows from dt, with tokens last."""
 
     x: Array
-    rate: Array
+    rate: Float[Array, "b c u h q"]
     b: Array
     c: Array
     segments: Array | None
     before: Array | None
     """Document of the token before each chunk, [b, c]."""
-    decay: Float[Array, "b c q u h"]
+    decay: Float[Array, "b c u h q"]
     """From the chunk's start up to and with each token."""
 
     @classmethod
@@ -175,7 +182,10 @@ class _Chunks(NamedTuple):
         x, rate, b, c, segments = jax.tree.map(lambda v: in_chunks(v, size), inputs)
         # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
         triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
-        decay = jnp.einsum("qk,bckuh->bcquh", triangle, rate * a, precision=HIGHEST)
+        # XLA: of rates [b, c, q, u, h] the sum over queries that is part of their gradient was computed inside the
+        # transposition of the whole gradient, with strided reads of the weights: 4 times as long as their bytes.
+        rate = jnp.moveaxis(rate, 2, -1)
+        decay = jnp.einsum("qk,bcuhk->bcuhq", triangle, rate * a[..., None], precision=HIGHEST)
         if segments is not None:
             first = segments[:, 0, 0] if before is None else before
             before = jnp.concatenate([first[:, None], segments[:, :-1, -1]], 1)
@@ -184,7 +194,7 @@ class _Chunks(NamedTuple):
     @property
     def total(self) -> Float[Array, "b c u h"]:
         """Decay of each chunk."""
-        return self.decay[:, :, -1]
+        return self.decay[..., -1]
 
     @property
     def goes_on(self) -> Bool[Array, "b c"] | None:
@@ -194,10 +204,11 @@ class _Chunks(NamedTuple):
     @property
     def states(self) -> Float[Array, "b c u h p n"]:
         """What the tokens of each chunk leave in the state."""
-        left = jnp.exp(jnp.moveaxis(to_last(jnp.moveaxis(self.decay, 2, -1)), -1, 2)) * self.rate
+        left = jnp.exp(to_last(self.decay)) * self.rate
         if self.segments is not None:
-            left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)
-        return _wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
+            left = jnp.where((self.segments == self.segments[:, :, -1:])[:, :, None, None], left, 0)
+        left = jnp.moveaxis(left, -1, 2)[..., None]
+        return wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left).astype(self.x.dtype))
 
     def within(self) -> Float[Array, "b c q u h p"]:
         """Computes what tokens read of those before them in their chunk."""
@@ -205,10 +216,9 @@ class _Chunks(NamedTuple):
         sees = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
         if self.segments is not None:
             sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
-        decay, rate = (jnp.moveaxis(v, 2, -1) for v in (self.decay, self.rate))
-        fades = jnp.exp(where(sees, between(decay), -jnp.inf))
-        scores = _wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
-        weights = (scores[:, :, :, None] * fades * rate[..., None, :]).astype(self.x.dtype)
+        fades = jnp.exp(where(sees, between(self.decay), -jnp.inf))
+        scores = wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
+        weights = (scores[:, :, :, None] * fades * self.rate[..., None, :]).astype(self.x.dtype)
         return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
 
     def across(self, states: Float[Array, "b c u h p n"]) -> Float[Array, "b c q u h p"]:
@@ -216,17 +226,16 @@ class _Chunks(NamedTuple):
         fades = jnp.exp(self.decay)
         if self.segments is not None:
             assert self.before is not None
-            fades = jnp.where((self.segments == self.before[..., None])[..., None, None], fades, 0)
+            fades = jnp.where((self.segments == self.before[..., None])[:, :, None, None], fades, 0)
         read = jnp.einsum("bcqun,bcuhpn->bcquhp", self.c, states.astype(self.x.dtype))
-        return read * fades[..., None]
+        # After the product, in which rows are tokens: the decay is a factor of a row, and stays float32.
+        return read * jnp.moveaxis(fades, -1, 2)[..., None]
 
 
 def between(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q q"]:
-    """Computes the decay from each token (last) to each other, 0 from a token to itself.
-
-    XLA: a difference of two equal numbers has gradients that cancel, and leaves rounding of what tokens read of
-    themselves. With strong decays that is far more than the gradients of what they read of others.
-    """
+    """Computes the decay from each token (last) to each other, 0 from a token to itself."""
+    # A difference of two equal numbers has gradients that cancel, and leaves rounding of what tokens read of
+    # themselves. With strong decays that is far more than the gradients of what they read of others.
     size = decay.shape[-1]
     others = jnp.asarray(~np.eye(size, dtype=bool)).reshape((1,) * (decay.ndim - 1) + (size, size))
     return where(others, decay[..., :, None] - decay[..., None, :], 0.0)
@@ -237,7 +246,8 @@ def to_last(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q"]:
     return jnp.pad(decay[..., -1:] - decay[..., :-1], [(0, 0)] * (decay.ndim - 1) + [(0, 1)])
 
 
-def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
+def wide_einsum(subscripts: str, *arrays: Array) -> Array:
+    """Computes an einsum whose sums, and result, are float32."""
     return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
@@ -266,5 +276,6 @@ def whole_chunks(inputs: Inputs, size: int) -> Inputs:
     if inputs.segments is None:
         return padded
     # Padding belongs to the last document.
+    # The subtraction makes the padding's zeros the last document's number.
     last = inputs.segments[:, -1:]
     return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

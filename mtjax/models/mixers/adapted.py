@@ -29,6 +29,7 @@ class Adapted(nnx.Module):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters of the mixer, then those of the adapters, from the same key."""
+        # The mixer draws what it would draw without adapters.
         super().__init__(model, output_std=output_std, key=key)  # pyright: ignore[reportCallIssue]
         low = adapters_of(model, self.target)
         assert low is not None, "mixers.registry has asked"
@@ -54,6 +55,7 @@ class AdaptedSelfAttention(Adapted, ProjectedSelfAttention):
     def add_adapters(self, model: Model, key: Array) -> None:
         """See `Adapted.add_adapters`."""
         del model
+        # Adapters of query and of key and value are two where their matrices are two parameters.
         qkv_key, output_key = jax.random.split(key)
         if isinstance(self.qkv, FusedQKV):
             add_adapter(self.qkv, 1, self.low, qkv_key)

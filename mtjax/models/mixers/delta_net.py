@@ -76,6 +76,8 @@ class GatedDeltaNet(RecurrentMixer):
         pieces, convolved, segments, before, _ = self.convolve_pieces(mixed, context)
         inputs = self._inputs_of(convolved, pieces.split(decay), pieces.split(beta))._replace(segments=segments)
         with jax.named_scope("scan"):
+            # A piece does not know what comes in before all earlier pieces are done: so it computes what it does to any
+            # state, and the state itself is passed on by a small matrix product for each piece.
             passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)
             return pieces.join(passage.read(states_before(pieces, passage.leaves, mixed.dtype)))
 

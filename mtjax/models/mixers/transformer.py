@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, attention_biases, attention_windows, head_dim, mlp_bias, mlp_size, num_kv_heads
-from mtjax.layout.weights import ProductSizes, attention_products, mlp_products
+from mtjax.layout.weights import ProductSizes, attention_products, attention_sinks, mlp_products
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.ops import Linear, activation_of, constant, normal, scaled
@@ -48,7 +48,8 @@ def kernel_of(attention: str) -> Kernel:
 
 def self_attention_products(model: Model) -> Mapping[str, ProductSizes]:
     """Returns the dimensions of attention's products, by name."""
-    return attention_products(model.hidden_size, model.num_heads, num_kv_heads(model), head_dim(model))
+    heads, is_gated = (model.num_heads, num_kv_heads(model), head_dim(model)), model.attention_output_gate
+    return attention_products(model.hidden_size, *heads, is_gated=is_gated)
 
 
 class SelfAttention(nnx.Module):
@@ -80,7 +81,7 @@ class SelfAttention(nnx.Module):
             self.query_norm = self.key_norm = None
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
-        self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
+        self.sinks = constant(0.0, attention_sinks(model.num_heads)) if model.attention_sinks else None
         self.relative = _relative_bias(model, jax.random.fold_in(key, 2))
         self.options = attention_options(model)
         self.windows = attention_windows(model)

@@ -47,6 +47,7 @@ def context_attention(
     (axis,) = context_axes()
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
+    # The gradient that a custom_vjp returns has the type of its argument, and `gradient_of_sinks` varies over ranks.
     sinks = None if sinks is None else varying_like(sinks, queries.query)
     metadata = _Metadata(queries.positions, queries.segments, queries.first, queries.slopes, dropout)
     return _attend(parallel, queries.query, key, value, sinks, metadata)
@@ -103,6 +104,7 @@ class _ContextParallel(NamedTuple):
         positions, segments, first, slopes, dropout = metadata
         # The index of its first chunk; `lax.axis_index` would be hoisted out of the scan over layers.
         rank = positions[0] // (len(positions) // 2)
+        # `QueryBlock`'s arrays all begin with batch and sequence, so that pairs of chunks are cut and joined alike.
         batch_positions = jnp.broadcast_to(positions, query.shape[:2])
         if first is not None:
             first = jnp.broadcast_to(first, query.shape[:2])
