@@ -731,8 +731,8 @@ FAULTS = (
     ),
     Fault(
         "unrolled ZeRO-3: the gradients of query, key and value are reduced in another order",
-        "how.reduction) for part in parts]",
-        "how.reduction) for part in parts[::-1]]",
+        "[reduced(part) for part in parts]",
+        "[reduced(part) for part in parts[::-1]]",
         "models",
         "test_numbers_are_those_of_the_loop",
     ),

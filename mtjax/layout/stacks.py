@@ -22,7 +22,7 @@ ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
 
 Kinds = Mapping[str, tuple[str, str]]
-"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.layer`."""
+"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.mixers.registry`."""
 _HYBRID: Kinds = {letter: (kind, kind) for letter, kind in KIND_OF.items()}
 _WITH_EXPERTS: Kinds = {"T": (DENSE, "transformer"), "X": (STACK, "transformer with experts")}
 """Kinds of a decoder in which some layers have experts: `first_dense_layers` 2 of 5 is TTXXX, `moe_every` 3 TTXTTX."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, norm_and_first_bad, tensors_in_tree_order
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -115,6 +115,11 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[CheckedTe
 def tensors_of(program: TrainStep) -> list[CheckedTensor]:
     """Lists the tensors that a step's `first_bad` indexes."""
     return tensors(program.trainable_records, program.layer_numbers)
+
+
+def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
+    """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
+    return norm_and_first_bad(scalar, values, records, numbers_of, norm_may_overflow=True)[1]
 
 
 def bad_parameter(program: TrainStep, parameters: Tree) -> CheckedTensor | None:
