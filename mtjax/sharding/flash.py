@@ -93,9 +93,8 @@ class Differentiable:
         del more
         inputs = (query, key, value)
         out, vjp = jax.vjp(self.attend, *inputs)
-        residuals = jax.tree.leaves(vjp)
         # A residual of the vjp function, as the kernel's public call returns its log-sums in 16 bits.
-        return out, residuals[residual_index(residuals, (*inputs, out))]
+        return out, statistics_of(vjp, (*inputs, out))
 
     def backward(
         self,
@@ -110,9 +109,8 @@ class Differentiable:
         # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
         # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
         recomputed, vjp = jax.vjp(self.attend, *inputs)
-        leaves, tree = jax.tree.flatten(vjp)
-        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
-        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
+        again = statistics_of(vjp, (*inputs, recomputed))
+        return with_saved(vjp, (recomputed, out), (again, statistics))(gradient)
 
 
 @dataclass(frozen=True)
@@ -269,7 +267,12 @@ def type_like(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *like: Array)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
 
-def residual_index(leaves: list[Array], known: tuple[Array, ...]) -> int:
+def statistics_of(vjp: Any, known: tuple[Array, ...]) -> Array:
     """Finds the one residual of a kernel that is neither empty nor among its inputs and outputs, `known`."""
-    (index,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))
-    return index
+    (found,) = (leaf for leaf in jax.tree.leaves(vjp) if leaf.size and not any(leaf is a for a in known))
+    return found
+
+
+def with_saved(vjp: Any, *pairs: tuple[Array, Array]) -> Any:
+    """Returns a vjp function, which is a pytree of its residuals, with others: pairs of (residual, saved array)."""
+    return jax.tree.map(lambda leaf: next((saved for old, saved in pairs if leaf is old), leaf), vjp)

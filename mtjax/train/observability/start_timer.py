@@ -56,16 +56,6 @@ class StartTimer:
         if self._waiting is not None:  # of the steps only the first one, which is compiled: others are logged
             self._waiting.begin(None if activity == STEPS and STEPS in self._seconds else NAMES.get(activity))
 
-    @contextlib.contextmanager
-    def spend(self, activity: str) -> Iterator[None]:
-        """Counts the time in this context as `activity`, and then returns to the current one."""
-        before = self._doing
-        self.begin(activity)
-        try:
-            yield
-        finally:
-            self.begin(before)
-
     def take(self, activity: str, seconds: float) -> None:
         """Moves seconds that have just passed from the current activity to another."""
         self._add(activity, seconds)
