@@ -145,14 +145,14 @@ def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
     """Yields the meshes that use some of a mesh's data parallelism for sharding groups.
 
     Groups are servers of `gpus` GPUs, or where ZeRO would not divide a model of this width over all ranks, also twice,
-    four times, ... as large; otherwise larger groups send as much over the network as no groups.
+    four times, ... as large.
     """
     inside, group = mesh.context * mesh.expert * mesh.model, gpus
     while group < mesh.data * inside:
         shard, remainder = divmod(group, inside)
         if not remainder and shard > 1 and mesh.data % shard == 0:
             yield replace(mesh, data=mesh.data // shard, shard=shard)
-        # Larger groups are for widths that ZeRO can't divide over all ranks.
+        # Larger groups send as much over the network as no groups: they are for widths that ZeRO can't divide.
         if mesh.divides(width):
             return
         group *= 2

@@ -83,6 +83,7 @@ def stacks_of(model: Model) -> tuple[LayerStack, ...]:
         return encoder, LayerStack(f"{DECODER}.{STACK}", layers, decoder_length(model), side=side, kind=kind)
     if model.family == "retro":
         return _stacks_of_retro(model)
+    # A pattern comes before experts: its letters say which layers have them.
     if letters := letters_of(model):
         return _stacks_of_pattern(letters, _HYBRID, tokens)
     if dense := dense_layers(model):

@@ -92,10 +92,9 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def gradients_in_turn(run: Run) -> Run:
-    """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed.
-
-    XLA: would compute many of them after the backward pass of all layers, and hold for each what it is computed from.
-    """
+    """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed."""
+    # XLA: it would compute many of them after the backward pass of all layers, and hold for each what it is computed
+    # from.
 
     def in_turn(x: Array, inputs: LayerInputs) -> tuple[Array, Tree]:
         x, layer = _in_turn(x, materialize(inputs.parameters))

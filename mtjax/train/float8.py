@@ -123,10 +123,6 @@ class Float8Step(TrainStep):
     def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
         """Finds the scales of delayed scaling with a batch, if no step has found any; nothing else changes.
 
-        Each pass computes the gradients of the batch by the program of a step. With the first scales, which are fixed
-        numbers, values of one layer may be clipped or vanish, so that those of the next are found wrong: passes are
-        repeated until no scale becomes smaller by more than 1/8, and none more than twice as large.
-
         Returns:
           The state, which was donated; and what was done, in words. None if the state has scales; "" if the batch's
           gradients are not finite.
@@ -135,6 +131,9 @@ class Float8Step(TrainStep):
         if is_known:
             return state, None
         most = self.config.model.num_layers + EXTRA_PASSES
+        # With the first scales, which are fixed numbers, values of one layer may be clipped or vanish, so that those of
+        # the next are found wrong: passes are repeated until no scale becomes smaller by more than 1/8, and none more
+        # than twice as large.
         for passes in range(1, most + 1):
             # By the program of a step, so that no second one is compiled.
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)

@@ -148,10 +148,8 @@ class LocalCheckpoints:
             self._writer.join()
 
     def _remove_old(self, newest: int) -> None:
-        """Removes all but the newest checkpoints up to `newest`, and later ones that are left from before a resume.
-
-        Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
-        """
+        """Removes all but the newest checkpoints up to `newest`, and later ones that are left from before a resume."""
+        # Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
         # Steps above `newest` belong to a course of the run that a resume has left.
         steps = sorted(step for step in self._steps() if step <= newest)
         keep = set(steps[-self._keep :])

@@ -77,7 +77,8 @@ class CorruptionChecks:
         )
 
     def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
-        """Computes all results of a step; only fingerprints leave the program, so few of them are stored."""
+        """Computes all results of a step."""
+        # Inside the program whose fingerprints they are: only these leave it, so few of the arrays are ever stored.
         loss, parts, gradients = self._program.gradients(*self._program.gradient_inputs(state, batch))
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
         return {"gradients": gradients, **state_arrays(following)}
