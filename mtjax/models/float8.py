@@ -94,6 +94,7 @@ def quantize_products(model: Any, config: Config) -> None:
       LookupError: no layer has one of the products.
     """
     training, heads, degree = config.training, config.model.num_heads, num_shards("heads")
+    # Gradients span more powers of two than activations, and need fewer digits.
     kind = E5M2 if training.fp8_format == "hybrid" else E4M3
     names, left = float8_products(config.model, degree), unfit_products(config.model, degree)
     is_delayed = training.fp8 == "delayed"

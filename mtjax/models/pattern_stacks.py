@@ -65,6 +65,7 @@ class PatternStacks:
                     (x, carried), report = loop.run(run, done, (x, carried))
             reports += [] if report is None else [report]
         with jax.named_scope("layers"):
+            # Behind the last loop: there the backward pass begins, with the accumulators.
             x = seed_cotangents(loop.sums, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
@@ -118,6 +119,7 @@ class PatternLoop:
     @classmethod
     def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "PatternLoop":
         """Prepares the loops over layers of these stacks."""
+        # Without prefetch, what ZeRO-1 and 2 keep for both passes is gathered before the loops.
         split = {letter: split_accumulators(gather_upfront(stack.layers)) for letter, stack in stacks.items()}
         carried = {letter: jax.tree.leaves(differentiable_shards(layers)) for letter, (layers, _) in split.items()}
         sums = {

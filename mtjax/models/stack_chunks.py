@@ -70,6 +70,7 @@ def scatter_counts(
     """Moves the counters of a chunk's layers to their positions among all layers of the stack; zeros elsewhere."""
     all_layers = jnp.asarray(sorted(set(stack.order.flat) - {PADDING}))
     numbers = jnp.asarray(stack.order.numbers)[chunk.stage, chunk.number]
+    # A comparison, not a scatter: padding must go nowhere, and as an index -1 is the last layer.
     is_same = (all_layers[:, None] == numbers).reshape(-1, len(numbers), *(1,) * (counts.ndim - 1))
     return jnp.where(is_same, counts, 0).sum(1)
 
@@ -78,4 +79,5 @@ def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tu
     """Runs a layer as `run_layer` does; returns the hidden states unchanged where its number is `PADDING`."""
     layer, number, state = inputs
     own = context_of_layer(context, number)
+    # Materialized in the branch: nothing is gathered for padding.
     return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)

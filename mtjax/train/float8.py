@@ -64,6 +64,7 @@ class Float8Step(TrainStep):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """See `TrainStep.with_optimized`; the states of products remain."""
+        # Products' states pass by the optimizer: `apply_gradients` computes their next ones.
         return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
 
     @property

@@ -41,6 +41,7 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
     options = config.optimizer
     learning_rate = make_learning_rate(options, config.training.steps)
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
+    # It has weight decay and learning rate within, as its average needs the step that was made.
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
     scale = SCALES.get(options.optimizer)
@@ -156,6 +157,7 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
         # Nesterov: the momentum after the next step, with each part's bias corrected by its own number of steps.
         ahead = beta * (mu / (1 - beta ** (count + 1))) + (1 - beta) * (g / (1 - beta**count))
         _, rows, columns = matrices_of(record.axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
+        # The elements of an orthogonal matrix have an RMS of max(rows, columns)^-0.5.
         return orthogonalize(ahead, record, dtype) * (CONSISTENT_RMS * max(rows, columns) ** 0.5), mu, nu
 
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, MuonState]:

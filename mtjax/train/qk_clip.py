@@ -88,6 +88,7 @@ class QKClipStep(TrainStep):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Any], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`."""
+        # The scores of all heads are not logged: their largest is.
         after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
         every = jax.tree.leaves(metrics.pop(LARGEST_SCORES))
         return after, {**metrics, METRIC: jnp.stack([jnp.max(scores) for scores in every]).max()}
@@ -133,6 +134,7 @@ def _clip_heads(
     of_queries, of_keys = jnp.repeat(of_groups, model.num_heads // keys, axis=1) ** alpha, of_groups ** (1 - alpha)
     product = weights["qkv"]
     if keys == model.num_heads:
+        # Query, key and value are one matrix; values keep their size.
         both = jnp.stack([of_queries, of_keys, jnp.ones_like(of_keys)], axis=1)
         return {**weights, "qkv": _scaled(product, both[..., None])}
     pair = jnp.stack([of_keys, jnp.ones_like(of_keys)], axis=1)

@@ -370,6 +370,7 @@ def restore_or_initialize(
         return local.newest(at_least, program.abstract_state, config, progress.say) if local else None
 
     if config.output.resume:
+        # The local tier is asked before each step is read here: the newest state of both wins.
         restored = checkpoints.restore(program.abstract_state, config, from_local_tier)
         if restored is not None:
             if local is not None:

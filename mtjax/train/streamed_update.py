@@ -221,6 +221,7 @@ class _LayerLoop:
         """Describes the loop over stacks, or over arrays outside them."""
         numbers = [ranks.numbers(order_of(record.name, orders)) for record in records]
         sizes = [math.prod(jax.typeof(p).sharding.shard_shape(p.shape)) for _, p, *_ in arrays]
+        # The same of all stacks: moments, and perhaps parameters.
         hosted = tuple(i for i, a in enumerate(arrays[0]) if is_traced_on_host(a))
         return cls(one, ranks, records, numbers, exchange_pairs(sizes), hosted)
 
@@ -264,6 +265,7 @@ class _LayerLoop:
         for i, array in zip(self.hosted, arrived, strict=True):
             layer[i] = array
         new = self.one(self.records[place], *layer, rows=self.numbers[place][k])
+        # What stays on the device. 0 is the gradient, which nothing writes.
         for i in {1, 2, 3}.difference(self.hosted):
             stack[i] = self.ranks.with_layer(stack[i], new[i - 1], k)
         stacks[place] = tuple(stack)

@@ -78,6 +78,7 @@ class RecurrentMixer(nnx.Module):
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
             y = self.gated_norm(*gradients_together(y, gate))
+        # Groups and their heads are heads again, for the row-parallel product.
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
         return self.project_out(y, context), state
 

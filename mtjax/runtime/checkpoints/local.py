@@ -214,6 +214,7 @@ class LocalCheckpoints:
         name = f"step {step} in {self.folder}"
         if len({reports[process]["identity"] for process in holders}) > 1:
             return None, f"{name} is not used: the processes have different states of it"
+        # Replicas on other machines may have what this one has lost.
         if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
             return None, f"{name} is not used: {without}"
         # A process without its copy has no metadata either: take those of the first holder.
@@ -264,6 +265,8 @@ class LocalCheckpoints:
         for name, leaf in _named(tree):
             for copy in here:
                 state = copy.path / "state"
+                # Another process's copy may have this one's shards, where the mesh or the placement of processes
+                # differs.
                 if copy.path in self._corrupted or not covers(copy.pieces[name], leaf):
                     continue
                 read = partial(verify, state, name, copy.pieces[name], leaf)

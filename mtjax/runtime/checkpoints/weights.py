@@ -134,6 +134,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _advice(folder: Path) -> str:
+    # An address of `mtjax convert`, unless there is a folder of this name.
     if str(folder).startswith(("hf:", "megatron:", "peft:")) and not folder.exists():
         return f": convert them first, `mtjax convert --from {folder} --to mtjax:NEW`, and use NEW"
     if not folder.exists():
