@@ -134,6 +134,7 @@ def is_matrix(names: tuple[str, ...]) -> bool:
     """Returns whether a parameter is a matrix: maps the residual stream, an adapter's rank or a latent from or to an
     axis."""
     # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
+    # A latent's norm has the latent alone; its matrices have heads or the width beside it.
     if "latent" in names:
         return len(set(names) - {LAYERS}) > 1
     # `every_expert` counts vectors: the biases of experts.

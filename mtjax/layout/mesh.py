@@ -136,6 +136,7 @@ def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshSh
       tokens: of a sample; short ones allow no context parallelism.
     """
     for context in context_degrees(tokens):
+        # Expert and context parallel ranks are taken from data parallelism: the number of devices stays.
         data, remainder = divmod(mesh.data, context)
         for degree in divisors(math.gcd(data, experts or 1)) if not remainder else ():
             yield replace(mesh, data=data // degree, context=context, expert=degree)
@@ -188,6 +189,7 @@ def parse_mesh(text: str) -> MeshShape:
         if degree < 1:
             raise UserError(f"mesh {text!r} sets {axis} to {degree}; every axis needs at least 1")
     mesh_shape = MeshShape(**degrees)
+    # A typo would otherwise cost a search, or memory for a mesh of that many devices.
     if mesh_shape.size > MOST_DEVICES:
         raise UserError(f"mesh {text!r} has {mesh_shape.size} devices; the maximum is {MOST_DEVICES}")
     return mesh_shape

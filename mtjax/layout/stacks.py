@@ -141,4 +141,5 @@ def _stacks_of_retro(model: Model) -> tuple[LayerStack, ...]:
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:
     """Returns the stacks of each section: sections run one after the other, its layers by their numbers."""
     stacks = stacks_of(model)
+    # Stacks `among` others take turns in one section; an encoder and a decoder are a section each.
     return (stacks,) if stacks[0].among is not None else tuple((stack,) for stack in stacks)

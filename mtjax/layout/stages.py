@@ -52,6 +52,7 @@ class LayerOrder:
         """Returns the letters of the slots of a chunk, in a section with this pattern: the same for all chunks, as all
         stages run one program, with the layers of each."""
         chunks = range(len(self.numbers[0]))
+        # Chunk by chunk, as the layers follow each other in the model.
         each = (self.numbers[stage][chunk] for chunk in chunks for stage in range(len(self.numbers)))
         return common_pattern(tuple("".join(pattern[n] for n in chunk if n != PADDING) for chunk in each))
 

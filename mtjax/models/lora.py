@@ -114,6 +114,7 @@ def lora_input_dropout(
 ) -> Array:
     """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after its
     sequence."""
+    # On the adapter's input alone, as in peft: the frozen product reads everything.
     dims = ("batch", sequence, *names)
     return dropout(x, low.dropout, context.dropout_keys, site, dims, positions=context.positions)
 

@@ -57,6 +57,7 @@ def run_in_order(
     """
     # A custom_vjp may not close over tracers such as attention's mask: those of `runs` become arguments.
     example = LayerInputs(layers[0], numbers[0], states[0])
+    # Equal layers are traced once.
     closed = {run: jax.closure_convert(run, x, example) for run in dict.fromkeys(runs)}
     saved = {run: (saving(function), constants) for run, (function, constants) in closed.items()}
     after, tokens = [], OrderTokens(_no_token(x), _no_token(x))
@@ -124,6 +125,7 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 def _no_token(x: Array) -> Array:
     """Returns zeros of the type of a token."""
     count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes())
+    # A number for each rank along explicit axes: one for all of them would need a reduction.
     zeros = jnp.zeros((count,), jnp.float32)
     return varying_like(reshard(zeros, _over_ranks()) if explicit_axes() else zeros, x)
 

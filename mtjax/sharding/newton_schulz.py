@@ -42,6 +42,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
 
     def local(shard: Array) -> Array:
         """Orthogonalizes the matrices of which this rank has a shard; returns its shard of the results."""
+        # Matrices last, so that an exchange splits the first dimension and joins one of the matrix's.
         order = (*matrices.stacked, *matrices.rows, *matrices.columns)
         turned = shard.astype(dtype).transpose(order)
         exchanges = [

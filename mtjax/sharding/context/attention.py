@@ -87,6 +87,7 @@ class _ContextParallel(NamedTuple):
         def mapped(query: Array, key: Array, value: Array, metadata: _Metadata, *more: Array) -> Any:
             """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
+            # Slopes and indices of heads are divided as the heads are; the rest every tensor parallel rank has.
             if metadata_specs.slopes is not None:
                 metadata_specs = metadata_specs._replace(slopes=self.numbers)
             if metadata_specs.dropout is not None:
