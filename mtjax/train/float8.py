@@ -186,6 +186,7 @@ def _found(states: Tree) -> tuple[Array, Array]:
         known = [(state["age"] < UNSEEN).any((1, 2, 3)) & (state["scale"][:, 1] > 0) for state in leaves]
         return jnp.concatenate(known).any(), jnp.concatenate([state["scale"][:, ::2] for state in leaves])
 
+    # Products are sharded in several ways; the partitioner gathers these few numbers of each.
     found: Any = auto_axes(find, out_sharding=(REPLICATED, REPLICATED))
     return found(states)
 

@@ -91,6 +91,7 @@ class Prepared:
         """Sets the run's record in the checkpoints of all tiers, and prints a table of the changes since a resumed
         run's checkpoint, if there are any."""
         position = self.data.position
+        # The folder to which relative paths of the config refer.
         record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:

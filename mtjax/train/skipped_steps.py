@@ -57,6 +57,7 @@ class NonfiniteSteps:
 
     def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
         """Queues a step's results, which may still be being computed; does not wait for them."""
+        # No other results, such as the load of experts: what is queued stays on the devices.
         checked = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
         self._waiting.append((step, samples, checked))
 
@@ -74,6 +75,7 @@ class NonfiniteSteps:
         """Checks the steps since the last check, until there are too many; returns those that were skipped."""
         new = []
         waiting, self._waiting = self._waiting, []
+        # One transfer for all steps.
         fetched = jax.device_get([results for _, _, results in waiting])
         for (step, samples, _), results in zip(waiting, fetched, strict=True):
             index, loss = int(results["first_bad"]), float(results["loss"])

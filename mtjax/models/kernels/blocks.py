@@ -194,6 +194,7 @@ class XlaBlocks:
 
 def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "batch seq key_seq"] | None:
     """Returns where a query attends to a key; None for everywhere."""
+    # By positions, not by places: a rank's tokens are two chunks of a sample, and keys may be another rank's.
     seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
     if queries.segments is not None and keys.segments is not None:
         same = queries.segments[:, :, None] == keys.segments[:, None, :]

@@ -115,6 +115,7 @@ def documents(
       no sample has more.
     """
     is_start = segments[:, 1:] != segments[:, :-1]
+    # The first token begins a document.
     is_start = jnp.pad(is_start, ((0, 0), (1, 0)), constant_values=True)
     # One more than allowed, which tells whether a sample has too many.
     find = partial(jnp.nonzero, size=most + 1, fill_value=-1)

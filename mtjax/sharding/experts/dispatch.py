@@ -186,6 +186,7 @@ class _ExpertParallel(NamedTuple):
         here, ranks, (width, chosen) = weights[0].shape[0], lax.axis_size(self.expert), (x.shape[-1], gates.shape[-1])
         # The routing of all ranks' tokens is small, and every rank needs it to know how many rows it receives.
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
+        # An index past the last expert has an owner past the last rank, to which nothing is sent.
         owners = (experts // here).reshape(ranks, -1, 1, chosen)
         # Once for each rank, even where several of a token's experts are there.
         is_sent = (owners == jnp.arange(ranks)[:, None]).any(-1)

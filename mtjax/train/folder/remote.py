@@ -45,6 +45,7 @@ class RemoteFolder:
         self._token, self._beat = uuid.uuid4().hex, 0
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._uploading, self._closed = threading.Lock(), threading.Event()
+        # A daemon: a run that fails elsewhere is not kept alive by it, and its lock expires.
         self._thread = threading.Thread(target=self._live, name="remote folder", daemon=True)
 
     def claim(self, say: Callable[[str], object]) -> None:

@@ -107,6 +107,7 @@ def _count_lost(result: list[Span], before: TimeRecord | None, start: float, fro
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
         span.seconds[AGAIN] = span.seconds.get(AGAIN, 0.0) + lost
+    # The time until the next start is down time only after a crash.
     if before is not None and not before.ended:
         result.append(Span(from_step, {DOWN: max(0.0, start - before.at)}))
 

@@ -215,5 +215,6 @@ def _cut_off_the_start(axes: Any, curve: tuple[list[float], list[float]], others
     later = [loss for step, loss in zip(steps, losses, strict=True) if step > begin]
     least, most = min([*later, *others]), max([*later, *others])
     margin = (most - least) / 20
+    # Equal losses have no range to show.
     if margin > 0:
         axes.set_ylim(least - margin, most + margin)
