@@ -18,13 +18,8 @@ class HeadNorm(nnx.Module):
     """Norm of each head or of all heads together, by `qk_norm_scope`; the result has the type of the input."""
 
     def __init__(self, model: Model, name: str, count: int) -> None:
-        """Builds the weight and perhaps the bias: of all heads one [head_dim], or [count, head_dim].
-
-        Args:
-          model: settings.
-          name: logical name of the heads: those of queries or of keys.
-          count: heads.
-        """
+        """Builds the weight and perhaps the bias: of all heads one [head_dim], or [count, head_dim]; `name` is the
+        logical name of the heads, of queries or of keys."""
         self.is_full_width = model.qk_norm_scope == "width"
         self.subtracts_mean = model.qk_norm_kind == "layernorm"
         self.epsilon = model.norm_epsilon

@@ -196,13 +196,6 @@ class PatternLoop:
 
 
 def _in_order(states: list[State]) -> State:
-    """Stacks the states of a loop in the order of its layers.
-
-    Args:
-      states: of each layer of an iteration, [iterations, ...].
-
-    Returns:
-      Of all layers, [layers, ...].
-    """
+    """Stacks the states of a loop, [iterations, ...] of each layer of an iteration, in the order of all layers."""
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)

@@ -239,16 +239,8 @@ def _flash_forward(
 
 
 def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array | None, ...]:
-    """Runs the kernel's backward pass with the saved output and statistics.
-
-    Args:
-      ranks: static arguments.
-      saved: query, key and value, sinks, more inputs, output [batch, seq, heads, value_dim], and statistics.
-      gradient: of the output.
-
-    Returns:
-      Gradients of query, key, value and sinks, and the largest score of each head.
-    """
+    """Runs the kernel's backward pass with the saved output and statistics; returns the gradients of query, key, value
+    and sinks, and the largest score of each head, [heads], in place of a gradient."""
     inputs, sinks, more, out, statistics = saved
     dimensions = (4, 4, 4, 3) if ranks.observes else (4, 4, 4)
     found = ranks.map(ranks.kernel.backward, dimensions)(inputs, more, out, statistics, gradient)

@@ -123,16 +123,8 @@ class Streamed:
     def __call__(
         self, record: ParamSpec, g: Array, p: Array, mu: Array, nu: Array, rows: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """Returns the parameter and its moments after the step.
-
-        Args:
-          record: of the parameter.
-          g: gradient.
-          p: parameter.
-          mu: first moment.
-          nu: second moment.
-          rows: numbers of the layers, if these are some of a stack's.
-        """
+        """Returns the parameter and its moments after the step; `rows` are the numbers of the layers that it stacks, if
+        these are some of a stack's."""
         # For a single parameter: without clipping no update depends on another parameter.
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)

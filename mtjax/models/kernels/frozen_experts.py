@@ -97,16 +97,8 @@ def _blocked_forward(run: _Adapted, *arrays: Array) -> tuple[Array, tuple[Array,
 
 
 def _blocked_backward(run: _Adapted, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Recomputes each block's inner layer, and accumulates the gradients of tokens, gates and adapters in float32.
-
-    Args:
-      run: static arguments.
-      saved: the arrays of `_blocked`.
-      gradient: [tokens, embed].
-
-    Returns:
-      Gradients in their shapes and types; None for owners, matrices and biases.
-    """
+    """Recomputes each block's inner layer, and accumulates the gradients of tokens, gates and adapters in float32; none
+    of owners, matrices and biases."""
     x, gates, owners, up, down, *others = saved
     blocks, adapters = Division.of(run.run, owners, up.shape[0]), others[run.num_biases :]
 

@@ -154,16 +154,7 @@ def _attend_forward(
 def _attend_backward(
     parallel: _ContextParallel, saved: Tree, gradient: Array
 ) -> tuple[Array, Array, Array, Array | None, None]:
-    """Runs the ring once more, for the gradients of query, key and value.
-
-    Args:
-      parallel: static arguments.
-      saved: query, key, value, sinks, metadata, output and log-sums.
-      gradient: of the output, [batch, seq, heads, head_dim].
-
-    Returns:
-      Gradients of query, key, value and sinks, in their shapes.
-    """
+    """Runs the ring once more, for the gradients of query, key, value and sinks."""
     *inputs, sinks, metadata, output, log_sums = saved
 
     def local(*arrays: Any) -> tuple[Array, Array, Array]:

@@ -304,16 +304,8 @@ def _apply_forward(dispatch: _ExpertParallel, *arrays: Any) -> tuple[Array, tupl
 
 
 def _apply_backward(dispatch: _ExpertParallel, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Differentiates `local` inside the map: recomputes it, so that nothing but its arguments is saved.
-
-    Args:
-      dispatch: static arguments.
-      saved: the arguments of `_apply`.
-      gradient: [batch, act_seq, embed].
-
-    Returns:
-      Gradients of x, gates and weights, in their shapes; None for the experts' indices.
-    """
+    """Differentiates `local` by a gradient [batch, act_seq, embed]; returns those of x, gates and weights."""
+    # Inside the map, and recomputed, so that nothing but the arguments of `_apply` is saved.
 
     def body(x: Array, gates: Array, experts: Chosen, *rest: Array) -> tuple[Array, ...]:
         *weights, gradient = rest
