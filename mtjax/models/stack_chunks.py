@@ -46,6 +46,7 @@ def layer_slice(stack: Stack, chunk: Chunk | None) -> LayerSlice:
         return LayerSlice(jnp.asarray(stack.order.flat), stack.recompute)
     # `order.numbers` is [stages, chunks, layers of a chunk]. On a stage, parameters are stacked chunk by chunk.
     order = stack.order
+    # Traced: all stages run one program, and differ in their layers' numbers.
     numbers = jnp.asarray(order.numbers)[chunk.stage, chunk.number]
     first = chunk.number * order.places if len(order.numbers[0]) > 1 else None
     return LayerSlice(numbers, in_chunk(stack.recompute), run_padded_layer if order.is_padded else run_layer, first)

@@ -63,6 +63,7 @@ class _Adapted(NamedTuple):
 
     def of_expert(self, expert: Array, others: tuple[Array, ...]) -> tuple[tuple[Array, ...], ...]:
         """Selects an expert's biases, the adapter of its first layer and that of its second."""
+        # A gather of one expert's arrays from the stacks: its index is known at run time only.
         each = tuple(array[expert] for array in others)
         adapters = each[self.num_biases :]
         return each[: self.num_biases], adapters[:2], adapters[2:]

@@ -46,6 +46,7 @@ class CorruptionChecks:
         """
         if not self.is_due(step):
             return
+        # First: a step from states that differ would blame its own computation.
         self.check_state(step, state)
         # Fetched one after the other, so that both do not need memory at the same time.
         first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))
