@@ -17,8 +17,8 @@ from jaxtyping import Float
 from mtjax.config import Config, Model
 from mtjax.config.families import kind_of
 from mtjax.models.heads import class_losses, divergences
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 from mtjax.models.teacher import HARD, SOFT, TEACHER
-from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
 RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]

@@ -12,10 +12,7 @@ from jaxtyping import Bool, Float, Int, Key
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, embedding_width, most_masked, padded_vocab_size
 from mtjax.layout.weights import head_products, output_weights
-from mtjax.models.activations import activation_of
-from mtjax.models.dropout import dropout
-from mtjax.models.linear import Linear, constant
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import Linear, activation_of, constant, dropout, make_norm
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.zigzag import sample_length
 

@@ -15,8 +15,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, LoraConfig, adapter_sizes
-from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.ops import dropout
 from mtjax.models.project import project, reshard_sequence
 from mtjax.sharding.axes import spec
 

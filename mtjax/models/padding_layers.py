@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from mtjax.layout.stages import PADDING, LayerOrder
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import State
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.rank_values import cond_by_stage
 

@@ -15,12 +15,11 @@ from jaxtyping import Float, Shaped
 
 from mtjax.config import Model
 from mtjax.layout.weights import replicated_product
+from mtjax.models.language_model import Batch, Keys
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import Linear, make_norm
 from mtjax.models.routers import COUNTS, report_weights
-from mtjax.models.trunk import Batch, Keys
 
 PREFIX = "mtp_"
 """Prefix of the names of these layers' modules, losses, and routers' losses and counters."""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.layout.weights import relative_table
-from mtjax.models.linear import normal
+from mtjax.models.ops import normal
 from mtjax.sharding.axes import spec
 
 

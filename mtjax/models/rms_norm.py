@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from mtjax.models.norms import norm_factor, norm_scale
+from mtjax.models.ops import norm_factor, norm_scale
 from mtjax.models.recompute import SAVED, is_unrolled
 from mtjax.sharding.axes import varying_like, width_is_sharded
 

@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from mtjax.models.recompute import SAVED
-from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, spec, varying_like
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, no_hoist, spec, varying_like
 
 
 def layer_norm(epsilon: float, x: Array, factor: Array, bias: nnx.Param | None) -> Array:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.layout.attention_kernel import EITHER
-from mtjax.sharding.axes import map_ranks, spec, varying_like
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
 Attend = Callable[[Array, Array, Array], Array]

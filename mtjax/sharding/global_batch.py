@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mtjax.sharding.axes import dimension_axes
-from mtjax.sharding.placement import of_dimensions
+from mtjax.sharding.param_specs import of_dimensions
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 
 ORDER, DATA, NEIGHBOURS = "order", "data", "neighbours"
 KINDS = (ORDER, DATA, NEIGHBOURS)

@@ -18,7 +18,7 @@ from mtjax.layout.optimizer_states import factored_dimensions, matrices_of, opti
 from mtjax.layout.stages import Orders, order_of
 from mtjax.sharding.newton_schulz import orthogonalize
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.rounding import round_stochastically, rows_of
 
 Tree = Any

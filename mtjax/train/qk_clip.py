@@ -28,7 +28,7 @@ from mtjax.models.largest_scores import (
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.factors import sharded_by_rows, times_factors
-from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.gradients import ManualRegion
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.nonfinite_steps import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
 from mtjax.train.step import TrainStep
 
 Tree = Any

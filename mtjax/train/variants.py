@@ -11,11 +11,10 @@ from mtjax.models.prediction import prediction_reports, prediction_weights, with
 from mtjax.models.routers import LOAD, report_weights, with_text_lengths
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
-from mtjax.sharding import placement
 from mtjax.sharding.optimizer_shardings import shardings_by_name
-from mtjax.sharding.param_specs import partition_specs
+from mtjax.sharding.param_specs import partition_specs, shardings, with_sharding
 from mtjax.train.loss_scale import LossScale, initial, update
-from mtjax.train.nonfinite_steps import GOOD
+from mtjax.train.optimizer import GOOD
 from mtjax.train.optimizers import training_point
 from mtjax.train.rounding import round_masters
 from mtjax.train.router_bias import update_router_bias
@@ -94,8 +93,8 @@ class OtherOptimizerStep(TrainStep):
 
     def optimizer_sharding(self) -> Tree:
         """See `TrainStep.optimizer_sharding`."""
-        moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        like = placement.with_sharding(self.optimized(self.abstract_parameters), moments)
+        moments = shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
+        like = with_sharding(self.optimized(self.abstract_parameters), moments)
         with jax.set_mesh(self.mesh):
             abstract = jax.eval_shape(self.optimizer.init, like)
         return shardings_by_name(abstract, self.trainable_records, optimizer_states(self.config), self.mesh)

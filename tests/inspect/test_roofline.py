@@ -63,6 +63,33 @@ def test_between_servers_the_network_is_the_limit():
     assert walk(snippets.LOOP, server).seconds == pytest.approx(6 * (4 + 2))
 
 
+TWO_LINKS = """HloModule m, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  %between = f32[16]{0} all-reduce-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%sum
+  %inside = f32[16]{0} all-reduce-start(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
+  %inside-done = f32[16]{0} all-reduce-done(%inside)
+  ROOT %between-done = f32[16]{0} all-reduce-done(%between)
+}
+"""
+
+
+@pytest.mark.parametrize(("side_by_side", "seconds"), [(False, 2 + 1), (True, 2)])
+def test_where_streams_allow_it_a_collective_passes_one_between_servers(side_by_side, seconds):
+    """64 bytes over two servers of 32 bytes a second take two seconds, over four members of a server one."""
+    server = dataclasses.replace(SERVER, gpus=4, network=32.0)
+    module = hlo.parse(TWO_LINKS)
+    found = find_collectives(module, {"data": 2, "model": 4}, server.gpus)
+    assert Roofline(module, found, server, CONSTANTS, side_by_side=side_by_side).run().seconds == pytest.approx(seconds)
+
+
 def test_of_a_branch_the_longer_counts():
     walked = walk(snippets.BRANCHES)  # all-gather of 64 bytes over 4: 48 bytes, half a second; or a kernel of two
     assert walked.seconds == pytest.approx(2.0)
@@ -108,6 +135,49 @@ def test_of_slices_only_the_slice_moves():
     moved = bytes_moved(module, module.entry, module.entry.by_name["f"])
     # Read: a row of the stack, the number, the new row; written: the row that was cut, and the row in place.
     assert moved == 400 + 4 + 400 + 400 + 400
+
+
+CONVERTED = """HloModule m, is_scheduled=true
+
+%alone (x: f32[8,100]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  ROOT %cast = bf16[8,100]{1,0} convert(%x)
+}
+
+%viewed (x: f32[8,100]) -> bf16[800] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %flat = bf16[800]{0} bitcast(%cast)
+}
+
+%used (x: f32[8,100], unread: f32[8]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %unread = f32[8]{0} parameter(1)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %negative = bf16[8,100]{1,0} negate(%cast)
+}
+
+%cut (x: f32[8,100]) -> bf16[2,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %cast = bf16[8,100]{1,0} convert(%x)
+  ROOT %rows = bf16[2,100]{1,0} slice(%cast), slice={[0:2], [0:100]}
+}
+
+ENTRY %main (x: f32[8,100], y: f32[8]) -> bf16[8,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %a = bf16[8,100]{1,0} fusion(%x), kind=kLoop, calls=%alone
+  %v = bf16[800]{0} fusion(%x), kind=kLoop, calls=%viewed
+  %c = bf16[2,100]{1,0} fusion(%x), kind=kLoop, calls=%cut
+  ROOT %u = bf16[8,100]{1,0} fusion(%x, %y), kind=kLoop, calls=%used
+}
+"""
+
+
+def test_what_is_converted_is_read_in_its_own_type():
+    module = hlo.parse(CONVERTED)
+    moved = {name: bytes_moved(module, module.entry, module.entry.by_name[name]) for name in ("a", "v", "u", "c")}
+    assert moved == {"a": 3200 + 1600, "v": 3200 + 1600, "u": 3200 + 1600, "c": 800 + 400}
 
 
 def test_products_in_fusions_and_libraries():

@@ -138,6 +138,7 @@ class Mamba(Part):
         """Returns the tokens of a microbatch whose chunks a rank computes at once."""
         chunk, tokens = ssm_chunk(self.model), plan.local_tokens(self.tokens)
         count = math.ceil(tokens / plan.microbatch_size / chunk)
+        # The largest divisor of the chunks: a loop's blocks are equal.
         most = min(count, self._most_chunks(plan.microbatch_size, self.heads // plan.mesh.model))
         return tokens * next(number for number in range(most, 0, -1) if count % number == 0) / count
 
@@ -157,10 +158,13 @@ class Mamba(Part):
             scores=chunk * groups,
             states=inner * state / chunk,
             taps=self.model.ssm_conv,
+            chunk=chunk,
+            state=state,
         )
         tokens = plan.local_tokens(self.tokens)
         blocks = round(tokens / self._tokens_at_once(plan))
-        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1)
+        full_recompute = plan.recompute == "full"
+        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1, full_recompute=full_recompute)
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)

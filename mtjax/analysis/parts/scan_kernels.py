@@ -1,9 +1,10 @@
 """Kernels of a Mamba-2 mixer other than its projections: each takes as long as the bytes that it moves, the matmuls of
 the scan included, whose tiles are small.
 
-Read off two programs of layers `MM` compiled for an H100 (jax 0.10.2): Nemotron-H 8B's in one block of tokens, Mamba-2
-2.7B's in two; what context parallel ranks add, off one of 131,072 tokens on 8 x 8 ranks. An array that a kernel reads
-counts in full, also where it reads a slice of it, as in the roofline of `mtjax.inspect`.
+Read off programs compiled for H100s (jax 0.10.2): layers `MM` of Nemotron-H 8B in one block of tokens; layers `MMMM` of
+Mamba-2 2.7B in two, without recompute and with full; what context parallel ranks add, off one of 131,072 tokens on
+8 x 8 ranks. An array that a kernel reads counts in full, also where it reads a slice of it, as in the roofline of
+`mtjax.inspect`.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,23 @@ class EqualKernels(NamedTuple):
     times: float = 1
 
 
+class MatmulOutputs(NamedTuple):
+    """Outputs of matmuls that are among the kernels, and have an overhead if they have less than a wave of tiles."""
+
+    rows: float
+    columns: float
+    batches: float
+    times: float
+
+
 class ScanKernels(NamedTuple):
     """Kernels of one layer and microbatch on a device."""
 
     forward: Sequence[EqualKernels]
     backward: Sequence[EqualKernels]
     """With what it computes again: all but the projections, whatever the recompute."""
+    short: tuple[Sequence[MatmulOutputs], Sequence[MatmulOutputs]] = ((), ())
+    """Of both, matmuls that may have less than a wave of tiles."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,10 @@ class ScanSizes:
     """States of a chunk's end, over the chunk's tokens."""
     taps: int
     """Of the convolution."""
+    chunk: int
+    """Tokens of a chunk."""
+    state: int
+    """Width of a state."""
 
     @property
     def channels(self) -> float:
@@ -62,11 +78,15 @@ class ScanSizes:
         return [2 * c * self.shared + 4 * self.scores, leaves + state, state + c * self.states, read]
 
     @property
-    def scan(self) -> list[float]:
-        """Bytes of the scan's kernels, forward: the weights, values laid out by chunks, and what tokens read of each
-        other, too."""
+    def read_in_chunks(self) -> list[float]:
+        """Bytes of the weights, of values laid out by chunks, and of what tokens read of each other."""
         weights, values = self.bytes * self.pairs, self.bytes * self.inner
-        return [weights + 4 * self.scores, 2 * values, weights + 2 * values, *self.states_of_chunks]
+        return [weights + 4 * self.scores, 2 * values, weights + 2 * values]
+
+    @property
+    def scan(self) -> list[float]:
+        """Bytes of the scan's kernels, forward."""
+        return [*self.read_in_chunks, *self.states_of_chunks]
 
     @property
     def forward(self) -> list[float]:
@@ -118,11 +138,28 @@ class ScanSizes:
         return once, [*once, *gradients, *[2.5 * c * self.inner] * 3, once[-1]]
 
     @property
-    def of_block(self) -> list[float]:
-        """Bytes of what a block of tokens adds, where the scan is a loop over blocks: the state before it, transposes
-        of states, and slices of what it reads and writes."""
-        state, values = 4 * self.states, self.bytes * self.inner
-        return [2 * state, 2 * state, 2 * values, 2 * values, 3 * values]
+    def states_of_block(self) -> list[float]:
+        """Bytes of what a pass over a block of tokens adds for states, where the scan is a loop over blocks: they are
+        transposed before they are passed on, in float32, and again after it, where the state before the block is added,
+        and then cast."""
+        state, narrow = 4 * self.states, self.bytes * self.states
+        return [2 * state, 2 * state, state - narrow, state + narrow]
+
+    def of_blocks(self, *, full_recompute: bool) -> tuple[list[float], list[float]]:
+        """Returns the bytes of a block's kernels in a loop over blocks, forward, and backward without gradients.
+
+        The backward pass runs the loop again, of which only the states before each block are left without full
+        recompute, and computes each block once more. Passes slice values, and their gradients, out of the sample's
+        arrays, lay them out by chunks, and write results into such arrays.
+        """
+        values, state = self.bytes * self.inner, 4 * self.states
+        forward = [*self.scan, *self.states_of_block, 2 * values, 2 * values, 4 * values]
+        leaves, passed = self.states_of_chunks[1:3]
+        before = [leaves, passed, 2 * state, 2 * state, state - self.bytes * self.states, 2 * values]
+        # The weights are among the kernels of gradients, and what tokens read of each other is not read again.
+        again = [*self.states_of_chunks, *self.states_of_block, *3 * [2 * values], 6 * values, 3 * values]
+        first = [*forward[:-3], 2 * values, 4 * values] if full_recompute else before
+        return forward, [*first, *again]
 
 
 SMALL = (9, 33)
@@ -133,7 +170,24 @@ SMALL_OF_PIECES = (8, 30)
 """Those that context parallel ranks add."""
 
 
-def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: bool) -> ScanKernels:
+def _short(
+    sizes: ScanSizes, tokens: float, blocks: int, *, full_recompute: bool
+) -> tuple[list[MatmulOutputs], list[MatmulOutputs]]:
+    """Returns the matmuls of decays with a triangle, those of B with C, and the gradients of B and C, of scores and of
+    states, forward and backward; see `scan_kernels`."""
+    chunk, chunks = sizes.chunk, tokens / blocks / sizes.chunk
+    decays = MatmulOutputs(chunk, chunks * sizes.pairs / chunk, 1, blocks)
+    scores = MatmulOutputs(chunk, chunk, chunks * sizes.scores / chunk, blocks)
+    gradients = scores._replace(columns=sizes.state, times=4 * blocks)
+    again = [decays, scores, decays, gradients]
+    if blocks > 1:
+        again += [decays, scores] if full_recompute else [decays]
+    return [decays, scores], again
+
+
+def scan_kernels(
+    sizes: ScanSizes, tokens: float, blocks: int, *, over_context: bool, full_recompute: bool
+) -> ScanKernels:
     """Returns the kernels of a mixer.
 
     Args:
@@ -141,12 +195,16 @@ def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: 
       tokens: of a microbatch on the device.
       blocks: of tokens over which the scan is a loop; its backward pass computes each again, after the states before.
       over_context: whether samples are sharded over context parallel ranks.
+      full_recompute: whether the backward pass also computes again what tokens read.
     """
     outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
-    scan, back = [*sizes.scan], [*sizes.states_of_chunks, *sizes.scan_gradients]
+    scan, back = [*sizes.scan], [*sizes.states_of_chunks]
+    # A loop over blocks saves the states before each, and its backward pass runs a block again before its gradients.
     if blocks > 1:
-        scan += sizes.of_block
-        back += scan + sizes.of_block
+        scan, back = sizes.of_blocks(full_recompute=full_recompute)
+    elif full_recompute:
+        back += sizes.read_in_chunks[1:]
+    back += sizes.scan_gradients
     more = SMALL_OF_PIECES if over_context else (0, 0)
     if over_context:
         outside, again = ([*own, *pieces] for own, pieces in zip((outside, again), sizes.of_pieces, strict=True))
@@ -160,4 +218,4 @@ def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: 
         ]
         for once, each, number in zip((outside, again), (scan, back), launches, strict=True)
     )
-    return ScanKernels(forward, backward)
+    return ScanKernels(forward, backward, _short(sizes, tokens, blocks, full_recompute=full_recompute))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves

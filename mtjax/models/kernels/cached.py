@@ -8,9 +8,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
-from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.scores import softmax_with_sinks
-from mtjax.models.kernels.xla import HEADS
+from mtjax.models.kernels.xla import HEADS, AttentionOptions
 from mtjax.models.kv_cache import CachePositions, LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.quantized_cache import Scaled, numbers_and_scales

@@ -20,8 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks, wide_einsum
-from mtjax.sharding.axes import spec, varying_like
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import spec, varying_like, where
 
 
 class DeltaInputs(NamedTuple):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from mtjax.models.activations import activation_of
 from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, owners_of
+from mtjax.models.ops import activation_of
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.experts.ragged_all_to_all import take_rows
 

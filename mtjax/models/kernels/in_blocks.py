@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mtjax.layout.attention_kernel import queries_at_a_time, spans_of
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import DropoutState, KVBlock, QueryBlock

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int
 
 from mtjax.models.layer_context import LayerContext
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import no_hoist
 
 
 def attention_mask(

@@ -24,7 +24,7 @@ from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.kernels import in_blocks
 from mtjax.models.kernels.blocks import dropout_of
 from mtjax.models.kernels.in_blocks import Inputs
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus, plus_difference
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import where
 
 
 def adjusted(

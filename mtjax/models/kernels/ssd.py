@@ -15,8 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import joined_spec, spec, varying_like
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import joined_spec, spec, varying_like, where
 
 HIGHEST = lax.Precision.HIGHEST
 Inputs = TypeVar("Inputs", bound=Any)
@@ -165,16 +164,16 @@ def pass_states(
 
 
 class _Chunks(NamedTuple):
-    """Tokens in chunks, [b, c, q, ...], and what follows from dt."""
+    """Tokens in chunks, [b, c, q, ...], and what follows from dt, with tokens last."""
 
     x: Array
-    rate: Array
+    rate: Float[Array, "b c u h q"]
     b: Array
     c: Array
     segments: Array | None
     before: Array | None
     """Document of the token before each chunk, [b, c]."""
-    decay: Float[Array, "b c q u h"]
+    decay: Float[Array, "b c u h q"]
     """From the chunk's start up to and with each token."""
 
     @classmethod
@@ -183,7 +182,10 @@ class _Chunks(NamedTuple):
         x, rate, b, c, segments = jax.tree.map(lambda v: in_chunks(v, size), inputs)
         # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
         triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
-        decay = jnp.einsum("qk,bckuh->bcquh", triangle, rate * a, precision=HIGHEST)
+        # XLA: of rates [b, c, q, u, h] the sum over queries that is part of their gradient was computed inside the
+        # transposition of the whole gradient, with strided reads of the weights: 4 times as long as their bytes.
+        rate = jnp.moveaxis(rate, 2, -1)
+        decay = jnp.einsum("qk,bcuhk->bcuhq", triangle, rate * a[..., None], precision=HIGHEST)
         if segments is not None:
             first = segments[:, 0, 0] if before is None else before
             before = jnp.concatenate([first[:, None], segments[:, :-1, -1]], 1)
@@ -192,7 +194,7 @@ class _Chunks(NamedTuple):
     @property
     def total(self) -> Float[Array, "b c u h"]:
         """Decay of each chunk."""
-        return self.decay[:, :, -1]
+        return self.decay[..., -1]
 
     @property
     def goes_on(self) -> Bool[Array, "b c"] | None:
@@ -202,10 +204,11 @@ class _Chunks(NamedTuple):
     @property
     def states(self) -> Float[Array, "b c u h p n"]:
         """What the tokens of each chunk leave in the state."""
-        left = jnp.exp(jnp.moveaxis(to_last(jnp.moveaxis(self.decay, 2, -1)), -1, 2)) * self.rate
+        left = jnp.exp(to_last(self.decay)) * self.rate
         if self.segments is not None:
-            left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)
-        return wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
+            left = jnp.where((self.segments == self.segments[:, :, -1:])[:, :, None, None], left, 0)
+        left = jnp.moveaxis(left, -1, 2)[..., None]
+        return wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left).astype(self.x.dtype))
 
     def within(self) -> Float[Array, "b c q u h p"]:
         """Computes what tokens read of those before them in their chunk."""
@@ -213,10 +216,9 @@ class _Chunks(NamedTuple):
         sees = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
         if self.segments is not None:
             sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
-        decay, rate = (jnp.moveaxis(v, 2, -1) for v in (self.decay, self.rate))
-        fades = jnp.exp(where(sees, between(decay), -jnp.inf))
+        fades = jnp.exp(where(sees, between(self.decay), -jnp.inf))
         scores = wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
-        weights = (scores[:, :, :, None] * fades * rate[..., None, :]).astype(self.x.dtype)
+        weights = (scores[:, :, :, None] * fades * self.rate[..., None, :]).astype(self.x.dtype)
         return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
 
     def across(self, states: Float[Array, "b c u h p n"]) -> Float[Array, "b c q u h p"]:
@@ -224,10 +226,10 @@ class _Chunks(NamedTuple):
         fades = jnp.exp(self.decay)
         if self.segments is not None:
             assert self.before is not None
-            fades = jnp.where((self.segments == self.before[..., None])[..., None, None], fades, 0)
+            fades = jnp.where((self.segments == self.before[..., None])[:, :, None, None], fades, 0)
         read = jnp.einsum("bcqun,bcuhpn->bcquhp", self.c, states.astype(self.x.dtype))
         # After the product, in which rows are tokens: the decay is a factor of a row, and stays float32.
-        return read * fades[..., None]
+        return read * jnp.moveaxis(fades, -1, 2)[..., None]
 
 
 def between(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q q"]:

@@ -10,9 +10,8 @@ from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
-from mtjax.models.mixers.attention import FusedQKV
-from mtjax.models.mixers.mlp import MLP
 from mtjax.models.mixers.projected import ProjectedSelfAttention
+from mtjax.models.mixers.transformer import MLP, FusedQKV
 from mtjax.sharding.kv_heads import heads_in_use
 
 QKV_SITE, OUTPUT_SITE, UP_SITE, DOWN_SITE = 5, 6, 7, 8

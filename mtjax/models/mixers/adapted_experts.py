@@ -11,7 +11,7 @@ from mtjax.models.kernels.frozen_experts import FrozenBlocks
 from mtjax.models.lora import adapter_of, add_adapter
 from mtjax.models.mixers.adapted import AdaptedMLP
 from mtjax.models.mixers.experts import Experts, named
-from mtjax.models.mixers.mlp import MLP
+from mtjax.models.mixers.transformer import MLP
 
 
 class AdaptedExperts(Experts):

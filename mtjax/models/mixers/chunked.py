@@ -8,9 +8,8 @@ from jaxtyping import Float, Key
 
 from mtjax.config import Model
 from mtjax.models.kernels.xla import HEADS, softmax_attention
-from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.cross import PROBABILITIES_SITE, CrossAttention
-from mtjax.models.mixers.mixer import State
 from mtjax.models.project import reshard_sequence
 from mtjax.sharding.axes import spec
 

@@ -15,10 +15,9 @@ from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_heads
 from mtjax.layout.weights import delta_weights
 from mtjax.models.kernels.delta_rule import DeltaInputs, delta_passage, delta_scan, delta_step
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import constant
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.recurrent import RecurrentMixer
+from mtjax.models.ops import constant
 from mtjax.sharding.axes import num_shards
 
 if TYPE_CHECKING:

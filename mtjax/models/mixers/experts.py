@@ -17,10 +17,9 @@ from mtjax.config.sizes import GATED, expert_capacity, expert_size
 from mtjax.layout.weights import Sizes, expert_biases, expert_products, router_weights, shared_gate
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import constant, normal
-from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.mlp import MLP
+from mtjax.models.layer_context import RESIDUAL, LayerContext, State
+from mtjax.models.mixers.transformer import MLP
+from mtjax.models.ops import constant, normal
 from mtjax.models.recompute import SAVED
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import fully_manual, spec, varying_like

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import is_linear, self_attention_products
+from mtjax.models.mixers.transformer import is_linear, self_attention_products
+from mtjax.models.ops import Linear
 from mtjax.models.project import ProductRule, project
 from mtjax.models.project_apart import computes_apart
 from mtjax.models.recompute import is_unrolled

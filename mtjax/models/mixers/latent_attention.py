@@ -34,11 +34,10 @@ from mtjax.layout.weights import ProductSizes, Sizes, latent_products
 from mtjax.models.kernels.cached import attend_latent
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import attention_options, kernel_of, options_in_layer
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.query_key import scaled_by_position
+from mtjax.models.mixers.transformer import attention_options, kernel_of, options_in_layer
+from mtjax.models.ops import Linear, constant, normal
 from mtjax.models.project import ProductRule, project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec

@@ -15,10 +15,9 @@ from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.weights import mamba_weights
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import constant, scaled
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.recurrent import RecurrentMixer, merged
+from mtjax.models.ops import constant, scaled
 from mtjax.sharding.axes import num_shards, spec
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use, heads_of_ranks
 

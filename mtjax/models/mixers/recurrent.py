@@ -21,9 +21,8 @@ from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.layout.weights import ProductSizes, Sizes, recurrent_inputs, recurrent_output
 from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, normal
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.ops import Linear, normal
 from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, varying_like

@@ -11,10 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.sharding.axes import context_axes, map_ranks, spec, varying_like
+from mtjax.sharding.axes import context_axes, map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.ring_attention import Method, RingAttention
-from mtjax.sharding.no_hoist import no_hoist
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
 Tree = Any

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, map_ranks
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import context_axes, map_ranks, no_hoist
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, current_rules, explicit_only, map_ranks, spec, varying_like
+from mtjax.sharding.axes import context_axes, current_rules, explicit_only, map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.context.zigzag import sum_of_preceding_chunks
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting, take_rows
-from mtjax.sharding.no_hoist import no_hoist
 
 Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
 """Indices of tokens' experts; and the capacity of each sample, or None where all have the same or none."""

@@ -21,8 +21,7 @@ from jax import Array, lax
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
 from mtjax.sharding.axes import context_axes
-from mtjax.sharding.grad_accumulation import add_gradients, zeros_like_shards
-from mtjax.sharding.gradients import LossModel, Sums
+from mtjax.sharding.gradients import LossModel, Sums, add_gradients, zeros_like_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (

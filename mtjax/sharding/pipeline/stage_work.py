@@ -14,8 +14,7 @@ from jax import Array, lax
 from mtjax.layout.rules import STAGE
 from mtjax.layout.timetable import Half, Timetable
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.grad_accumulation import AddsUp, with_accumulators
-from mtjax.sharding.gradients import Sums
+from mtjax.sharding.gradients import AddsUp, Sums, with_accumulators
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order

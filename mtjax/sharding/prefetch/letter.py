@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from mtjax.sharding.grad_accumulation import add_to_layer, split_accumulators, zeros_like_shards
+from mtjax.sharding.gradients import add_to_layer, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import (
     ShardedParam,
     communicated,

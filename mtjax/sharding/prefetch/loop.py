@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec, varying_like
-from mtjax.sharding.grad_accumulation import add_to_layer
+from mtjax.sharding.gradients import add_to_layer
 from mtjax.sharding.param_comm import (
     LayerInputs,
     ReplicatedParam,

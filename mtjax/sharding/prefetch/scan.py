@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
-from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
+from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, zeros_like_shards
 from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import (
     PrefetchLoop,
