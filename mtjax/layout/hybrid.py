@@ -31,6 +31,7 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     context parallel ranks that are shorter than the convolution."""
     if not has_state_space(model):
         return
+    # A piece's first tokens read the last of the piece before it, and of no other.
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
         yield (

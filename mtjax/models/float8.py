@@ -81,6 +81,7 @@ class Float8Product(nnx.Module):
             return float8_product(self.recipe, dims, sharding, x, weight, None)
         scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
         if isinstance(weight, QuantizedWeight):
+            # Quantized once for the step: its gradient is that of the carrier, which has the compute type.
             return float8_product(self.recipe, dims, sharding, x, weight.carrier, scales, weight.values)
         return float8_product(self.recipe, dims, sharding, x, weight, scales)
 

@@ -92,6 +92,7 @@ class PatternStacks:
         given = {}
         for letter, stack in self.stacks.items():
             own = layer_slice(stack, None)
+            # One, as `_can_prefetch` requires that all layers save the same.
             (loop,) = loops_of(len(own.numbers), own.recompute)
             given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, own.numbers)
         with jax.named_scope("layers"):

@@ -241,6 +241,7 @@ def _quantize_weights(records: Tree, parameters: Tree, compute_dtype: str) -> Tr
         return after
     scale = parameters[STATE]["scale"][..., 1]
     layers = [(records, after)] if "weight" in after else [(records[name], after[name]) for name in JOINED]
+    # Query and key-value of grouped attention are two parameters, with the scale of their one product.
     for of_layer, linear in layers:
         if of_layer["weight"].is_trainable:
             linear["weight"] = quantize_stack(linear["weight"], scale, compute_dtype)

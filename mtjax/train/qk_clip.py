@@ -150,6 +150,7 @@ def _clip_latent(
     """Scales the weights of latent attention: its queries, and the part of its keys that each head has."""
     factor = _factors(scores, threshold)[..., None]
     still, turned, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    # The rotated part of a key belongs to all heads and can't be scaled for one: its query takes the entire factor.
     of_query = jnp.concatenate([factor**alpha] * still + [factor] * turned, axis=-1)
     of_keys = jnp.concatenate([factor ** (1 - alpha)] * still + [jnp.ones_like(factor)] * values, axis=-1)
     query = "query_up" if model.q_lora_rank else "query"

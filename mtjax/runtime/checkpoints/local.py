@@ -69,6 +69,7 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
     """
     if output.local_checkpoints is None:
         return None
+    # The first process's: others may see the folder of the run before its file is written.
     identity = all_gather_text(
         "the name of the local checkpoints", _identity(folder) if jax.process_index() == 0 else ""
     )[0]

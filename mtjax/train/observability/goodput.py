@@ -232,6 +232,7 @@ def in_columns(of: list[Span], total: float) -> dict[str, Any]:
         length = sum(span.seconds.values())
         if length <= 0:
             continue
+        # The columns in which the span begins and ends.
         first, last = np.searchsorted(edges, (at, at + length), "right") - 1
         within = slice(max(first, 0), min(last, BINS - 1) + 1)
         overlap = np.minimum(edges[1:][within], at + length) - np.maximum(edges[:-1][within], at)

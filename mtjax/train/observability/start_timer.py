@@ -89,6 +89,7 @@ class StartTimer:
     @contextlib.contextmanager
     def watch_compiler(self) -> Iterator[None]:
         """Counts the time that jax spends on compiling in this thread as compilation; names activities on stderr."""
+        # Here, as this timer measures how long the import of jax takes.
         import jax
 
         self._waiting = Waiting()
