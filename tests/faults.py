@@ -1072,6 +1072,20 @@ FAULTS = (
         "train",
         "test_update_is_clipped_adamw_with_decoupled_decay",
     ),
+    Fault(
+        "train: a best checkpoint of a step that is trained again stays in the object store",
+        "        remove_later(environment.out / BEST, step)\n",
+        "        pass\n",
+        "train",
+        "test_a_best_checkpoint_of_a_step_that_is_trained_again",
+    ),
+    Fault(
+        "train: the loss scale of a counter beyond the window",
+        "growth >= options.loss_scale_window",
+        "growth == options.loss_scale_window",
+        "train",
+        "test_a_counter_that_has_passed_a_shorter_window",
+    ),
     # --- optimizers and their states
     Fault(
         "Muon: exchanged shards come back in another order of axes",
