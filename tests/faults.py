@@ -596,8 +596,8 @@ FAULTS = (
     ),
     Fault(
         "state space: decays have the type of the inputs",
-        "triangle, rate * a, precision=HIGHEST)",
-        "triangle, rate * a, precision=HIGHEST).astype(x.dtype).astype(jnp.float32)",
+        "triangle, rate * a[..., None], precision=HIGHEST)",
+        "triangle, rate * a[..., None], precision=HIGHEST).astype(x.dtype).astype(jnp.float32)",
         "models",
         "test_errors_are_a_few_roundings_also_after_many_chunks",
     ),
@@ -673,7 +673,7 @@ FAULTS = (
     ),
     Fault(
         "a state passes from one document to the next within a chunk",
-        "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",
+        "left = jnp.where((self.segments == self.segments[:, :, -1:])[:, :, None, None], left, 0)",
         "pass",
         "families",
         "test_documents_that_are_packed",
@@ -824,8 +824,8 @@ FAULTS = (
     ),
     Fault(
         "train: of several --data the last counts",
-        "        values.append(value)\n    joined",
-        "        values[:] = [value]\n    joined",
+        "        values.append(value)\n    # A single",
+        "        values[:] = [value]\n    # A single",
         "data/commands",
         "test_train_takes_data_several_times",
     ),
@@ -1710,8 +1710,8 @@ FAULTS = (
     ),
     Fault(
         "convert: torchtitan's queries and keys keep the order of their rows",
-        'down="w2",\n        interleaved=True,',
-        'down="w2",\n        interleaved=False,',
+        "        interleaved=True,\n    )\n\n\nclass TorchtitanSource",
+        "        interleaved=False,\n    )\n\n\nclass TorchtitanSource",
         "convert",
         "test_torchtitan_s_llama_is_the_same_weights",
     ),
