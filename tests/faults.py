@@ -824,8 +824,8 @@ FAULTS = (
     ),
     Fault(
         "train: of several --data the last counts",
-        "        values.append(value)\n    # A single",
-        "        values[:] = [value]\n    # A single",
+        "        values.append(value)\n    joined",
+        "        values[:] = [value]\n    joined",
         "data/commands",
         "test_train_takes_data_several_times",
     ),
