@@ -249,11 +249,11 @@ class StoredTensor:
             fits = len(offsets) == len(sizes) == len(self.shape) and min((*offsets, *sizes), default=0) >= 0
             if not fits or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UserError(f"{name} is {list(self.shape)}, and has a chunk of {list(sizes)} at {list(offsets)}")
-        # Boxes of no numbers may have the place of others.
+        # Empty boxes may be at the place of others.
         filled = [box for box in boxes if math.prod(box[1])]
         if pair := overlapping(filled):
             raise UserError(f"{name} has chunks that overlap: {_text(pair[0])} and {_text(pair[1])}")
-        # Without overlaps, as many numbers as the tensor has are all of it.
+        # Boxes without overlaps fill the tensor if they have as many numbers as it has.
         found, needed = sum(math.prod(sizes) for _, sizes in filled), math.prod(self.shape)
         if found != needed:
             raise UserError(f"{name} has chunks with {found} of its {needed} numbers: some are missing")

@@ -124,7 +124,7 @@ class Variables:
             value = self.values.get(name)
             if not isinstance(value, str):
                 return unknown(name)
-            # In brackets: bash evaluates the value of a bare name, and inserts the text of `$NAME`.
+            # In brackets, as bash evaluates the value of a bare name first. `$NAME` was replaced by its text above.
             text = re.sub(rf"\b{name}\b", lambda _, value=value: f"({value})", text)
         if missing := unknown_in(text):
             return unknown(missing[0])

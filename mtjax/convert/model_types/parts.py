@@ -104,7 +104,7 @@ def scaled(
 
     def back(value: float | None) -> float | None:
         found = None if value is None else inverse(read, value, write(value))
-        # An integer where transformers has one: 8.0 would not be its default 8.
+        # An integer where transformers has one: JSON's 8.0 is read as a float.
         return kind(found) if found is not None and found == int(found) else found
 
     return ConfigKeys(
@@ -225,7 +225,7 @@ def windows(
 
     def read(values: Json) -> Settings:
         letters = sliding(values, rule)
-        # A window that no layer has: without it, models that compute the same compare as equal.
+        # A window that no layer has is dropped, so that models that compute the same compare as equal.
         if "S" not in letters:
             return {"attention_window": None}
         return {"attention_window": values["sliding_window"], "window_layers": shortest(letters)}

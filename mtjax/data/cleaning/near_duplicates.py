@@ -17,7 +17,8 @@ ROWS = 5
 BANDS = PERMUTATIONS // ROWS
 DOCUMENTS_AT_A_TIME = 1 << 16
 PAIRS_AT_A_TIME = 1 << 15
-# In a bucket, documents are compared with its first ones: that bounds the work which a much repeated text causes.
+# Documents of a bucket are compared with this many of its first ones, which bounds the work that a text with many
+# copies causes.
 COMPARED_WITH = 32
 
 

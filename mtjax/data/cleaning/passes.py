@@ -84,7 +84,7 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     Raises:
       UserError: a file can't be read, or a document can't be used.
     """
-    # First: a test set that can't be read must not be found out after hours.
+    # First, so that a test set that can't be read is reported now, not after hours.
     tests = [grams_of(path, _texts_of(path, job)) for path in expand(job.overlap_with)]
     seen = _Seen(folder)
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:

@@ -275,7 +275,7 @@ def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dic
       settings: of tokenizer_config.json.
       legacy: of special_tokens_map.json, which older folders have; the settings of newer ones hold all tokens.
     """
-    # As `_read_older_files`: the older file counts only beside settings without all tokens.
+    # As in `_read_older_files`, the older file counts only if the settings lack the list of all tokens.
     known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **legacy}
     more = known.get("extra_special_tokens")
     named = {name: value for name, value in known.items() if name.endswith("_token")}

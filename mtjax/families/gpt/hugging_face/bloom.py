@@ -209,7 +209,7 @@ def _read_falcon(values: Json) -> Settings:
         norms = values.get("num_ln_in_parallel_attn") or 2
         kv_heads = values.get("num_kv_heads") or values["num_attention_heads"]
         found = {"num_kv_heads": kv_heads, "parallel_residual": "one_norm" if norms == 1 else "two_norms"}
-    # Falcon divides the sum of scores and ALiBi's biases by the root of the head's width, others the scores alone.
+    # Falcon divides the sum of scores and ALiBi's biases by the root of the head's width; others divide scores alone.
     position = {"position": "alibi", "alibi_scaled": True} if values["alibi"] else FALCON_ROPE.read(values)
     return {"position": "rope", **found, **position}
 

@@ -108,7 +108,7 @@ GPTJ_PARTS = (
     ConfigKeys(
         ("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}
     ),
-    # No biases in attention, but in the MLP and of the logits.
+    # The MLP and the logits have biases, attention has none.
     biases(with_mlp=True),
     # Attention and MLP read the same norm; GPT-NeoX has one for each.
     always(parallel_residual="one_norm", output_bias=True),
