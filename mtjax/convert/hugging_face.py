@@ -297,7 +297,7 @@ class HuggingFaceSink:
         model = self._origin.config.model
         original = self._origin.hugging_face
         if original.get("model_type") != self._family.model_type:
-            # Of another type of model, only the ids of special tokens have the same meaning.
+            # Between types of models, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # Keys that the model's settings do not decide, such as ids of tokens, are kept from the original. Those that
         # describe the network are written from the settings: a value of the original might no longer be true.

@@ -45,7 +45,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names), letters=letters)
     if wrong:
         raise UserError(f"{source}: the model can't be converted: {', '.join(wrong)}")
-    # Of a hybrid model, the tensors' names say how many layers it has.
+    # The names of a hybrid model's tensors say how many layers it has.
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")[bool(letters) :]
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:

@@ -244,7 +244,7 @@ class Table:
         rows = {
             row.ours: row.numbered(tuple(number // self.sublayers for number in parameters[row.ours].numbers))
             for row in self.rows
-            # Of rows with the same name, the last that fits: alternatives differ in their dimensions.
+            # The last row of a name that fits: rows of the same name are alternatives with different dimensions.
             if row.ours in parameters and row.fits(parameters[row.ours])
         }
         # An output that is not tied to the embedding: BERT's has a bias of its own, beside that of the head.

@@ -212,7 +212,7 @@ class StoredTensor:
         return self._box((start, *(0,) * (len(self.shape) - 1)), (stop, *self.shape[1:]))
 
     def _box(self, low: Sequence[int], high: Sequence[int]) -> np.ndarray:
-        # Not zeros: `_check_boxes` has made sure that the chunks fill it.
+        # `_check_boxes` has made sure that the chunks fill it, so it need not be zeroed.
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], DTYPES[self.dtype])
         for chunk in self._near(low, high):
             begin = [max(a, o) for a, o in zip(low, chunk.offsets, strict=True)]
@@ -337,7 +337,7 @@ class DistributedCheckpoint:
         try:
             value = self._described[key]
             shape = tuple(value.size)
-            # By the version of torch, the state of TensorProperties is a dict or a tuple.
+            # The state of TensorProperties is a dict or a tuple, by the version of torch.
             dtype = value.properties.dtype if hasattr(value.properties, "dtype") else value.properties.state[0]
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
             if not all(isinstance(number, int) for number in (*shape, *(n for box in boxes for of in box for n in of))):

@@ -52,7 +52,8 @@ class TaskFinetuning(FinetuningObjective):
         found = self.open_tokenizer(config, folder)
         tokenizer = found.tokenizer
         rows = read_task(config, self.task)
-        # Of the training rows alone: a class that only validation rows have can't be learned, and its rows are skipped.
+        # Labels are those of the training rows: a class that only validation rows have can't be learned, and these rows
+        # are skipped.
         if labels := self.task.labels_of(config, rows.train):
             config = configs.replace(config, labels=labels, num_labels=len(labels))
         encoder = RowEncoder(tokenizer, config.model.family)
@@ -74,7 +75,7 @@ class TaskFinetuning(FinetuningObjective):
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the task's metrics and the mean loss on all validation rows."""
-        # Once for all validations: it has the compiled program.
+        # Built once for all validations, as it has the compiled program.
         self._outputs = self._outputs or Outputs(program)
         entries: dict[str, float] = {}
         for suffix, encoded, samples in self._held_out:

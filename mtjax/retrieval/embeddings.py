@@ -143,7 +143,7 @@ def embed_corpus(
         *(str(corpus.prefix), corpus.content(), content_digest(tokenizer), chunk, len(database)),
         *(embedder.width, embedder.name, embedder.fingerprint, embedder.max_tokens, embedder.dtype),
     )
-    # Without names: a run continues after its corpus or embedder was moved, whose contents are in digests.
+    # Without names: a run continues after its corpus or embedder was moved. Their digests identify them.
     identity = {**asdict(header), "corpus": "", "embedder": ""}
     # float16 halves the file and the memory of a search. Distances are computed in wider types.
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)

@@ -71,7 +71,7 @@ class Variables:
                 value = [*before, *(value if isinstance(value, list) else [value])]
             else:
                 value = [before, *value] if isinstance(value, list) else before + value
-        # Also of a string: the sum of the lengths of its characters.
+        # The length of a string, whose items are characters, or that of all words of an array.
         if sum(map(len, value)) > _LONGEST:
             raise UserError(f"the variable {name} is longer than {_LONGEST} characters")
         self.values[name] = value

@@ -141,7 +141,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
     The part raises a `UserError` when reading an activation that mtjax does not have.
     """
     names = GATES if gate else ACTIVATIONS
-    # Of several names of an activation: they differ in rounding.
+    # The usual name comes first: an activation may have several, which differ in rounding.
     ordered = sorted(names, key=lambda name: name != usual)
 
     def read(values: Json) -> Settings:

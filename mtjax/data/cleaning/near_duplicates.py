@@ -108,7 +108,7 @@ def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
     """Drops, in order of the corpus, documents similar to a retained one; dropped ones are not compared with."""
-    # By the later document: when it is decided on, all earlier ones have been.
+    # Sorted by the later document: when it is decided on, all earlier ones have been.
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):
