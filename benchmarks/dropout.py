@@ -22,7 +22,7 @@ from train_step import processor
 
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
-from mtjax.models.dropout import dropout
+from mtjax.models.ops import dropout
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
 

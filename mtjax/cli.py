@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    # By name, when it is asked for: importing all commands would take seconds before each.
     return import_module(f"mtjax.commands.{argv[0].replace('-', '_')}").main(argv[1:])
 
 
@@ -199,9 +200,9 @@ def parse(
     start = base(start, argv) if base else start
     groups = {f.name: getattr(start, f.name) for f in dataclasses.fields(start) if f.name not in hidden}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
-    fields += [("command", options, options())]
-    fields += [(group, type(value), value) for group, value in groups.items()]
+    fields += [("command", options, options()), *((group, type(value), value) for group, value in groups.items())]
     shown = ConfigDefaults(path.name, dataclasses.asdict(config.replace(config.Config(), family=start.model.family)))
+    # One dataclass, so that tyro knows every option of the command, with the file's values as defaults.
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
     parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common, shown)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
@@ -308,10 +309,8 @@ _SEVERAL = re.compile(r"Error parsing (\S+): no type matching (.*) could be inst
 
 
 def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = ()) -> str:
-    """Converts the message that tyro prints as a box into one sentence: what was wrong, the value, and what is valid.
-
-    Messages of other kinds are only joined into one line.
-    """
+    """Converts the message that tyro prints as a box into one sentence: what was wrong, the value, and what is valid;
+    messages of other kinds are only joined into one line."""
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
     rows = rows[2:] if box.isascii() else rows[1:-1]  # without the title and the frame, which is a rule in ASCII
     lines = [row.strip(" │") for row in rows]

@@ -110,6 +110,8 @@ def parse_json(text: str | bytes, source: object) -> Any:
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode())
+    # JSON that is nested thousands of times ends in a RecursionError, and numbers of thousands of digits in a
+    # ValueError.
     except (ValueError, RecursionError) as e:
         raise UserError(f"{source} is not JSON: {first_line(e)}") from e
 

@@ -115,6 +115,7 @@ def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str
     switches |= {f"--no-{name[2:]}": "False" for name in switches}
     alone = {o.name: o.alone for o in options if o.alone is not None}
     found: list[str] = []
+    # tyro reads neither a switch without a value whose default may be None, nor an optional value.
     for word, after in itertools.pairwise([*arguments, "--"]):
         if word in alone and after.startswith("-"):
             found += [word, alone[word]]
@@ -244,6 +245,7 @@ def _docstrings(cls: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         try:
+            # Python keeps no docstrings of fields; tyro reads the source too, but formats the text itself.
             node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         except (OSError, TypeError):  # a class created at run time has no source
             continue

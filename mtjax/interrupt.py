@@ -26,6 +26,8 @@ class CtrlC:
         self._before = signal.signal(signal.SIGINT, self._end)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        # Python's C handler writes to this pipe at once, also while the main thread is in C++ and runs no Python
+        # handler.
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="Ctrl-C", daemon=True)
         self._thread.start()
@@ -45,6 +47,8 @@ class CtrlC:
         count = 0
         while numbers := os.read(self._read, 64):
             count += numbers.count(signal.SIGINT)
+            # Another handler, such as that of training, may end the process in an orderly way; a second Ctrl-C means
+            # now.
             if count >= 2 or (count and signal.getsignal(signal.SIGINT) == self._end):
                 self._end(signal.SIGINT, None)
 
@@ -56,4 +60,5 @@ class CtrlC:
             with contextlib.suppress(Exception):
                 stream.write(text)
                 stream.flush()
+        # No cleanup: it would wait for threads and C++ code, which is what hangs.
         os._exit(CODE)

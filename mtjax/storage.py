@@ -94,6 +94,7 @@ def filesystem(url: str) -> Any:
     if scheme == "s3":
         config = {"connect_timeout": SILENCE, "read_timeout": 2 * SILENCE, "retries": {"max_attempts": 0}}
         fs = require("fsspec", extra).filesystem("s3", use_listings_cache=False, config_kwargs=config)
+        # `attempt` retries, with a limit in seconds; the library's own retries would multiply its.
         fs.retries = 2
         return fs
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises the errors that it logs with stacks
@@ -235,6 +236,7 @@ def rename(url: str, new: str) -> None:
     """
     fs = filesystem(url)
     start = fs._strip_protocol(url)
+    # Object stores have no rename. The old objects go last, so that an interruption leaves copies rather than nothing.
     for path in attempt(f"listing {url}", lambda: fs.find(url)):
         attempt(f"copying {path}", lambda p=path: fs.cp_file(p, new + p.removeprefix(start)))
     remove(url)

@@ -21,6 +21,7 @@ _RANKS = ("JAX_PROCESS_ID", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI
 
 def is_first(environ: Mapping[str, str] = os.environ, argv: Sequence[str] = sys.argv) -> bool:
     """Returns whether this is the first process of a run, as far as is known before the processes connect."""
+    # jax is not imported yet, so only launchers know the rank.
     ranks = [environ.get(name, "0") for name in _RANKS]
     ranks += [after for word, after in itertools.pairwise(argv) if word == "--process-id"]
     return all(rank == "0" for rank in ranks)

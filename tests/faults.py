@@ -43,6 +43,13 @@ FAULTS = (
         "plan",
         "test_lower_bounds_leave_out_no_plan",
     ),
+    Fault(
+        "plan: the memory that a search may use",
+        "Space(usable=options.usable, unrolled=",
+        "Space(unrolled=",
+        "plan",
+        "test_a_search_keeps_to_the_usable_memory",
+    ),
     # --- model families
     Fault(
         "families: settings of hybrid models alone",

@@ -16,10 +16,9 @@ from mtjax.families.gpt.model import GPT
 from mtjax.families.retro.model import Retro
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
+from mtjax.sharding.axes import make_mesh
 from mtjax.sharding.global_batch import global_batch
-from mtjax.sharding.gradients import Accumulate, distributed_gradients
-from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.gradients import Accumulate, ManualRegion, distributed_gradients
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.zero import Reduction
 from mtjax.train.first_scales import FirstScales

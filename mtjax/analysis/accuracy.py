@@ -24,6 +24,8 @@ class Accuracy:
         return f"{self.runs} took {self.least:.2f} to {self.most:.2f} times the predicted time"
 
 
+# The extremes of `mtjax plan --published`, whose tests fail when a prediction leaves them: docs/notes/plan.md has every
+# run.
 V100 = Accuracy(0.81, 1.67, "twelve published runs on V100")
 A100 = Accuracy(0.94, 1.05, "ten published runs on A100, from which one constant comes")
 H100 = Accuracy(0.97, 1.29, "25 published runs on H100")

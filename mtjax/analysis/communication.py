@@ -51,9 +51,12 @@ from mtjax.layout.timetable import num_ticks
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """Returns the contract of a model on a plan's layout."""
     pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
+    # Between stages tensor parallel ranks each send a part of what all of them have, if they can divide the tokens.
     scattered = plan.mesh.model > 1 and all(
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
     )
+    # Only what lines depend on, so that plans which differ in sizes alone share a contract: a search asks for
+    # thousands.
     settings = (
         *(plan.label_smoothing, plan.teacher_width > 0, plan.drops_last_reduction),
         *(pipeline, scattered, plan.unrolled),
@@ -105,12 +108,12 @@ def _contract(
     lines = [line for part, stream in outside for line in part.collectives(stream)]
     for stack, part in anatomy.layer_parts():
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
+        # A recomputed chunk runs forward once more under the names of a forward pass; a loop's recompute has its own.
         ahead = f"2*{turns}" if pipeline == "recomputed" else turns
         inside = replace(ends, turns=turns, forward_turns=ahead, unstacked=unrolled)
         inside = replace(inside, gathers=types[0], matrix_gradients=types[1])
-        reads = {"needed_again": part not in stack.unread or not drops_last}
+        reads = {"needed_again": part not in stack.unread or not drops_last, **(stack.joined(part) if joins[0] else {})}
         reads |= {"learns_before": anatomy.learns_before(stack, part), "is_frozen": anatomy.is_frozen(part, stack)}
-        reads |= stack.joined(part) if joins[0] else {}
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
@@ -124,7 +127,7 @@ def _contract(
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
-        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)
+        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # experts differ on it
         turns = "ticks" if pipeline else "microbatches"
         of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
@@ -153,6 +156,7 @@ def without_idle(line: Expectation, stack: Stack) -> Expectation:
     """Returns a line of a stack some of whose layers have no backward pass."""
     if line.phase not in (LAYER_BACKWARD, LAYER_RECOMPUTE):
         return line
+    # A whole word: "decoder_layers" contains "layers".
     layers = re.compile(rf"\b{stack.side}layers\b")
     changed = {
         name: layers.sub(f"{stack.side}{LEARNING}", getattr(line, name)) for name in ("count", "elements", "sent")
@@ -219,6 +223,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if staged:
         symbols |= _tick_symbols(anatomy, plan) | dict(symbols_of_stages(anatomy, plan.shards))
     if plan.context_parallelism:
+        # Ranks that share a key head have a copy each, and each sends its own.
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)

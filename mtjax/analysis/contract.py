@@ -92,6 +92,7 @@ class Expectation:
 
     def on(self, mesh: MeshShape) -> "Expectation":
         """Returns this line without axes of degree 1, as long as another axis is left."""
+        # XLA's groups over an axis of degree 1 are those without it, so the program does not name it.
         used = tuple(axis for axis in self.axes if mesh.degree((axis,)) > 1)
         return self if used in ((), self.axes) else replace(self, axis=JOINED.join(used))
 
@@ -181,6 +182,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
             if axis not in AXES:
                 raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
+        # Evaluated before this, so that a wrong formula is an error on every mesh.
         if count and mesh.degree(axes) > 1:
             sent = evaluate(line.sent, symbols) if line.sent else None
             required.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
@@ -259,6 +261,7 @@ def _function(node: ast.expr, formula: str, names: dict[str, None]) -> Callable[
 
 
 def _quotient(dividend: int, divisor: int, text: str) -> int:
+    # Rounding would make a wrong formula pass on some meshes.
     if not divisor or dividend % divisor:
         raise _NotAnInteger(text)
     return dividend // divisor

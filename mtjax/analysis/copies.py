@@ -132,7 +132,9 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
     in_slots = plan.is_staged and plan.recompute != "full"
     for size in saved_per_loop(stack, plan).values():
         if size and layers > 1:
+            # Written once and read once, each a read and a write.
             yield Copy(SAVED, 2 * size / layers, 2)
+            # One fill for the stack of all layers.
             yield Copy(ZEROS, size, 1 / layers)
         if size and in_slots:
             yield Copy(SAVED, 2 * size, 2 / layers)
@@ -178,6 +180,7 @@ def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
             continue
         size = _accumulated(parameter, plan)
         if _accumulates(plan):
+            # A gradient that is reduced in the backward pass has been converted to float32 before.
             new = plan.element_bytes if parameter.is_matrix and not plan.reduces_in_backward else FLOAT32
             if plan.is_staged:
                 # XLA: the loop over ticks copies the accumulated gradients of a layer before it adds to them.
@@ -196,9 +199,11 @@ def _sent(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
         reduced = [parameter for parameter in parameters if parameter.is_trainable and parameter.is_replicated]
         if reduced:
             yield Copy(SENT, 2 * FLOAT32 * sum(parameter.elements for parameter in reduced))
+        # Into the joint array in one kernel, out of it in one for each parameter.
         yield from (Copy(SENT, 2 * FLOAT32 * parameter.elements) for parameter in reduced)
         return
     for parameter in parameters:
+        # The products of unrolled layers compute these gradients in float32 already.
         if plan.unrolled and plan.zero == 3 and parameter.is_sharded:
             continue
         if parameter.is_trainable and parameter.is_matrix and parameter.is_replicated:
@@ -217,6 +222,7 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
     accumulated = layers * _accumulated(parameter, plan)
     yield Copy(SUMS, 2 * FLOAT32 * accumulated) if plan.unrolled else Copy(ZEROS, FLOAT32 * accumulated)
     if plan.zero == 1 and parameter.is_sharded and not plan.reduces_in_backward:
+        # Copied out of the stack, and laid out so that each rank's part is in one piece.
         yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements, 2 * layers)
 
 

@@ -44,6 +44,7 @@ def active_share(model: Model, weight: Weight, tokens: int = 1) -> float:
     """
     if EXPERT_NAME not in weight.names:
         return 1.0
+    # The chance that at least one of the tokens chose the expert.
     return 1 - (1 - model.experts_top_k / model.num_experts) ** tokens
 
 
@@ -136,6 +137,8 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
             sums["replicated_experts"] += elements if is_expert else 0
             sums["replicated_outside_experts"] += elements if is_expert and not stacked else 0
         elif layout.zero:
+            # Expert parallel ranks hold different experts, so that these are gathered and reduced over other axes than
+            # the rest of a layer.
             owner = "expert" if is_expert else "layer" if stacked else "outside"
             sums[f"{owner}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
             sums["transposed"] += _transposed(weight, layout, mesh) if layout.zero == 3 and not stacked else 0
@@ -241,6 +244,7 @@ def largest_stack(anatomy: Anatomy, plan: Plan) -> int:
 
 def peak_stage_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     """Counts the elements of parameters on a device of the stage that holds most."""
+    # Megatron's first stage has the embedding and the last the head; those between have less than both.
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}
     return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)
 

@@ -58,6 +58,7 @@ def blocks_of(places: int, experts: int, ways: int, each: float | None = None) -
       ways: expert parallel degree.
       each: pairs of an expert; its share of the places when None.
     """
+    # A power of two, as `Blocks.rows` of the kernel: the formula must not have blocks that the program does not.
     share = places // (experts * BLOCKS_OF_AN_EXPERT)
     rows = min(max(1 << max(share.bit_length() - 1, 0), SHORTEST), LONGEST)
     return ExpertBlocks(rows, experts // ways * math.ceil((places / experts if each is None else each) / rows))
@@ -69,6 +70,7 @@ def block_copies(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
     if part is None:
         return []
     blocks, c, here = expert_blocks(model, plan), plan.element_bytes, part.count // plan.mesh.expert
+    # All ranks wait for the one with the most blocks.
     times, inner = plan.expert_imbalance * blocks.number, part.inner / plan.mesh.model
     up, down = part.hidden * part.inputs * inner, inner * part.hidden
     read = plan.mesh.expert * plan.local_tokens(part.tokens) * part.hidden

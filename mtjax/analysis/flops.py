@@ -129,6 +129,8 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     frozen = sum(stack.layers * (frozen_flops(anatomy, stack) + _gradients_less(stack)) for stack in anatomy.stacks)
     for stack in anatomy.stacks:  # layers without a backward pass
         left_out = frozen_flops(anatomy, stack) + _gradients_less(stack)
+        # Of the two matmuls backward for each forward one these layers have none, and `frozen` has taken some of them
+        # off already.
         frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - left_out)
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
@@ -224,6 +226,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         learning = stack.layers - idle
         # Forward, two matmuls backward for each forward one, and recompute.
         passes = 3 * stack.layers - 2 * idle + recomputed
+        # The core that is computed, in all passes, in place of the full one.
         flops -= passes * (full_core - core)
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
         flops += learning * core * plan.core_again  # attention's output is saved
@@ -254,6 +257,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         + taught_flops(anatomy, plan)
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
+    # Idle halves compute too: their FLOPs are in the program, and so in what is compared with it.
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
     if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
         full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
@@ -271,6 +275,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
             total += ticks * layers_in_chunk(stack, plan) * (layer + plan.core_again * core)
             unread = unread_gradients(anatomy, stack, plan, plan.chunks * len(anatomy.sections))
             total -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
+    # `total` is of one stage, in all its ticks; all run the same program.
     return total * plan.stages / m
 
 
@@ -292,6 +297,7 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -
                 flops += whole * product.gradients
             elif not product.in_scan and (product.reads_input or not learns):
                 flops += whole
+        # Above the first component that learns, everything is needed.
         if learns and stack.parallel == "no":
             break
     return flops

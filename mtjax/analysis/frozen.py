@@ -23,6 +23,7 @@ def unread_gradients(anatomy: Anatomy, stack: Stack, plan: Plan, chunks: int) ->
         return 0
     if not plan.is_staged:
         return plan.microbatches
+    # In all other ticks the gradient is sent on, whether anyone reads it or not.
     last = timetable(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
     return int(last.stop - last.start == 1)
 

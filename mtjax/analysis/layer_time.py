@@ -36,6 +36,7 @@ def layer_seconds(
     stack = _with_context(stack, plan)
     products = _layer_products(stack, plan)
     forward = {product: _forward(product, plan, machine) for product in products}
+    # A stage recomputes a whole chunk, and saves its products for the backward pass that follows at once.
     saves_products = plan.is_staged or plan.recompute != "full"
     times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
     backward = 0.0
@@ -50,6 +51,7 @@ def layer_seconds(
         left_out = [product for part in unread for product in unrepeated(part.products(plan.mesh.model))]
         again = sum(forward[product] for product in products) - sum(forward[product] for product in left_out)
     cores = _layer_cores(stack, plan, machine, software)
+    # Selective recompute computes attention's core again, as full recompute does.
     times = 1 if plan.recompute == "none" else 2
     core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
@@ -114,6 +116,7 @@ def _rows(product: Product, plan: Plan) -> tuple[float, float]:
     rows = plan.local_tokens(product.tokens)
     if not product.experts:
         return rows, 1
+    # Rows of a block fill tiles better or worse than all rows would: a product is timed as often as it is launched.
     blocks = blocks_of(int(plan.mesh.expert * rows), product.experts, plan.mesh.expert)
     return blocks.rows, plan.expert_imbalance * blocks.number
 
@@ -140,8 +143,11 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
             for products in (4, 3)  # of keys and values, and of queries
         )
     if plan.flash_attention:
-        causal_half = 2 * queries * keys * width * heads
-        return machine.flash(causal_half), machine.flash(2.5 * causal_half)
+        values = width - scores.narrower
+        # Of the 2 FLOPs of each pair and channel the causal half. Scores and output; backward scores, and the gradients
+        # of probabilities, values, queries and keys.
+        causal_half = queries * keys * heads
+        return machine.flash(causal_half * (width + values)), machine.flash(causal_half * (3 * width + 2 * values))
     if plan.attention_in_blocks and not plan.context_parallelism:
         return _in_blocks(scores, plan, machine)
     pairs = heads * queries * keys
@@ -193,6 +199,7 @@ def _in_blocks(scores: Scores, plan: Plan, machine: Machine) -> tuple[float, flo
 @cache
 def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
+    # The head is never in 8 bits.
     plan = replace(plan, fp8="none")
     sizes, frozen = [], []
     for part in anatomy.head:
@@ -200,6 +207,7 @@ def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softw
         sizes += products
         frozen += [] if _is_trained(part, anatomy.model) else products
     logits = max(sizes, key=lambda product: product.flops)
+    # Logits of multi-token prediction are equal to the head's, and computed as often as there are of them.
     others = [product for product in sizes if product is not logits and product != logits]
     losses = 1 + anatomy.model.mtp_num_layers
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]

@@ -39,6 +39,7 @@ def members_inside(plan: Plan, axis: str, server: Server) -> int:
 @cache
 def _members_inside(mesh: MeshShape, axis: str, gpus: int) -> int:
     axes = tuple(axis.split(JOINED))
+    # Neighbours along an axis are as many places apart as the axes inside it have ranks.
     stride = mesh.degree(AXES[AXES.index(axes[-1]) + 1 :])
     return max(1, min(mesh.degree(axes), gpus // stride))
 
@@ -103,6 +104,7 @@ def exposed_by_axis(
     """The part of each axis' communication that nothing hides."""
     exposed = dict(spent)
     if software.overlaps_model_axis and plan.sequence_parallel:
+        # Of t pieces the first one is waited for.
         first = spent[MODEL] / plan.mesh.model
         exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
     if software.overlaps_data_axis:
@@ -140,12 +142,14 @@ def exposed_ahead(
             else:
                 sent[entry.phase] += seconds
                 groups.add((entry.axis, entry.group_size))
+    # A backward pass takes twice as long as a forward pass, and recompute as long as one.
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again, upfront = sent[PARAMETERS], 0.0, 0.0
     if plan.zero == 3:
         share = _outside(anatomy, plan)
         last += share * sent[GRADIENTS] + share / (2 - share) * gathers
         sent[GRADIENTS] *= 1 - share
+        # ZeRO-3 gathers layers twice and what is outside once: shares 2 (1 - share) and share of the time.
         gathers = again = gathers * (1 - share) / (2 - share)
     elif plan.microbatches > 1:
         gathers, upfront = 0.0, gathers

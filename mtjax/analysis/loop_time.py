@@ -11,6 +11,7 @@ def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     for loop in (loop for part in stack.parts for loop in part.step_loops(plan)):
         others, others_back = (sum(map(machine.kernel, kernels)) for kernels in loop.kernels)
         once = loop.steps * (sum(machine.product(*sizes) for sizes in loop.forward) + others)
+        # The backward pass of these loops multiplies in float32.
         wide = sum(machine.product(*sizes, is_float32=True) for sizes in loop.gradients)
         back = loop.steps * (sum(machine.product(*sizes) for sizes in loop.again) + wide + others_back)
         forward, backward = forward + once, backward + once + back
@@ -22,7 +23,7 @@ def scan_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     computes again."""
     known = [kernels for part in stack.parts if (kernels := part.scan_kernels(plan)) is not None]
     forward, backward = (
-        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[way])
+        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[:2][way])
         + sum(each.times * machine.overhead(*each[:3]) for kernels in known for each in kernels.short[way])
         for way in (0, 1)
     )

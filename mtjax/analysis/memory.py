@@ -153,6 +153,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     outside = g * _accumulated_outside(plan, trainable) + block_gradients(anatomy, plan)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     scales, found = float8_state_bytes(anatomy, plan)
+    # With several microbatches the accumulated gradients are there from the beginning.
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
         weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage) - hosted,
@@ -243,6 +244,7 @@ def _saved_in_slots(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections) * (1 + anatomy.sent_with_streams)
     saved: Counter[str] = Counter({STAGE_INPUTS: count * boundary})
     chunks = [_saved_in_chunk(section, plan) for section in anatomy.sections]
+    # A tick works on one section's chunk: memory is that of the largest.
     largest = max(chunks, key=lambda kinds: sum(kinds.values()))
     saved.update(largest)  # pyright: ignore[reportArgumentType]
     if plan.recompute != "full":
@@ -271,6 +273,7 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
         return max(sum(of(anatomy, stack, plan) for of in needs) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
     in_order = sorted(anatomy.stacks, key=lambda stack: stack.layer_numbers[0])
+    # The decoder's backward pass comes first, and when the encoder is at work the decoder's activations are free.
     for stack in reversed(in_order):
         peak = max(peak, _workspace(anatomy, stack, plan) - free)
         free += sum(_saved(stack, plan).values())

@@ -13,6 +13,8 @@ def bytes_per_parameter(precision: Precision, zero: int, degree: int) -> tuple[f
     sharded with k, and their gathered copies are not counted here.
     """
     w, g, k = precision.weights, precision.gradients, precision.optimizer
+    # mtjax's weights are the float32 masters, which ZeRO-1 shards with the moments; Megatron's weights are 16-bit
+    # copies beside masters that count as optimizer state.
     d, first = degree, 1 if precision.are_masters else 3
     return (w / d if zero >= first else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
 
@@ -39,6 +41,7 @@ def model_states(plan: Plan, counts: Counts, trainable: Counts, degree: int) -> 
     # mtjax shards arrays along a dimension; Megatron's optimizer shards one buffer of all of them.
     replicated, unsharded = (held.replicated if plan.residuals == "jax" else 0 for held in (counts, trainable))
     sharded, full = trainable.all - unsharded, plan.precision
+    # ZeRO-1 and 2 shard what the optimizer updates, and it does not update these.
     frozen = w if plan.zero == 3 else full.weights
     return States(
         weights=w * sharded + frozen * (counts.all - replicated - sharded) + full.weights * replicated,

@@ -56,6 +56,7 @@ class Exchange:
     @property
     def flops(self) -> float:
         """FLOPs of a rank: in each iteration two products m x m x n and one m x m x m, where m is the smaller size."""
+        # Newton-Schulz multiplies the matrix with its transpose, on the smaller side.
         small, large = sorted((self.rows, self.columns))
         return self.entire * ITERATIONS * (4 * small**2 * large + 2 * small**3)
 
@@ -106,6 +107,7 @@ def exposed_host_bytes(anatomy: Anatomy, plan: Plan) -> float:
         if shard.weight.names[0] == LAYERS:
             stacks[shard.weight.shape[0] // layers, layers].append(math.prod(shard.sizes[1:]))
         else:
+            # Outside the layers a read is over before its write begins, and nothing crosses meanwhile.
             elements += 2 * math.prod(shard.sizes)
     elements += sum(exposed_elements(sizes, layers) for (_, layers), sizes in stacks.items())
     arrays = 3 if plan.offloads_parameters else 2

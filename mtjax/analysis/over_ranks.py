@@ -28,6 +28,8 @@ def over_ranks_lines(
     split, turns = f"{of} - unsplit_{of}", "microbatches"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
     why = f"each rank sums its part of the gradients, {often}"
+    # On stages gradients are reduced in each tick, of the layers that ran in it; shared blocks, which every tick uses,
+    # once a step.
     if staged and zero >= 2:
         scattered = [(each, f"{side}turn_{of}") for each, side in ticks.items()]
         scattered.append(("microbatches", f"outside_{of} - unsplit_outside_{of}"))

@@ -38,12 +38,15 @@ def exposed_in_pattern(
     pattern, layout = anatomy.stacks[0].pattern, plan.layout(anatomy.model)
     elements = {stack.letter: layer_counts(stack, layout, plan.mesh).all for stack in anatomy.stacks}
     every = sum(elements[letter] for letter in pattern)
+    # By elements, so each letter's latency is added: a small layer's collective does not take a share of a large one's.
     gathers, again, sums = (
         {letter: part * own / every + (latency if part else 0.0) for letter, own in elements.items()} for part in sent
     )
     ahead = 1 / (4 if plan.recompute == "full" else 3)
     exposed = gathers[pattern[0]] + sums[pattern[0]]
     exposed += sum(max(0.0, gathers[after] - ahead * computing[own]) for own, after in pairwise(pattern))
+    # In a loop the backward pass of each iteration gathers the layer below it: the first one, which has none below, in
+    # vain.
     first = joined_loops(pattern)[0]
     below = (first.unit[-1] if first.times > 1 else None, *pattern[:-1])
     for own, under, above in zip(pattern, below, (*pattern[1:], None), strict=True):

@@ -50,6 +50,7 @@ def parts_peak(stack: Stack, plan: Plan, peak_of: Callable[[Part, Plan], float] 
     scores = plan.element_bytes * pairs * plan.microbatch_size / plan.mesh.model
     peaks, pending, before = [], 0.0, sum(part.waiting_bytes(plan) for part in stack.parts)
     for part in reversed(stack.parts):
+        # What waits for the backward passes of the components before; that of this one has begun.
         before -= part.waiting_bytes(plan)
         peaks.append(peak_of(part, plan) + before + (pending if part.scores else scores))
         pending = max(pending, part.pending_bytes(plan))

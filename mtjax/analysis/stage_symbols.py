@@ -82,5 +82,6 @@ def _used_again(anatomy: Anatomy, plan: Plan) -> int:
         with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
         uses = lookups + with_head if isinstance(part, Lookup) else uses
         held = counts(part.weights, layout, plan.mesh)
+        # Each use of a table is in a branch of its own, which reduces what it has.
         again += (uses - 1) * (held.all - held.replicated)
     return again

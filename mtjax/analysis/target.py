@@ -81,6 +81,7 @@ def _replaced(what: Any, values: dict[str, Any], where: str) -> Any:
         elif isinstance(old, int | float):
             if not _positive(value):
                 raise UserError(f"{where}: {name} = {value!r} should be a number above 0")
+            # TOML has integers where the field is a float.
             value = type(old)(value)
         else:
             raise UserError(f"{where}: {name} can't be changed here; use another gpu")

@@ -145,6 +145,7 @@ def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Softwa
     machine = _machine(server, plan.element_bytes, None)
     if not plan.is_staged:
         plan = _as_run_by(software, plan)
+        # A bound that is above the time by a rounding error would rule out the plan itself.
         return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
     alike = _alike(plan)
     longest = max(
@@ -192,6 +193,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         else 0.0
     )
     spent = spent_on_stages(anatomy, plan, machine)
+    # Share of ticks with work: what layers send in the others is part of the bubble.
     counts = m * plan.chunks * sections / ticks
     beside = hidden_in_ticks(anatomy, plan, spent[MODEL], products / counts)
     on_layers, to_experts = spent[MODEL] - beside, spent[EXPERT]
@@ -330,9 +332,11 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights
+    # Weights and moments are read and written, gradients read twice: for their norm and for the update.
     states = 2 * (stored + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
     if plan.residuals == "jax" and plan.optimizer.name != "adamw":
+        # Other optimizers have states of other shapes, which `state_bytes` counts.
         states -= 2 * precision.optimizer
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)

@@ -83,9 +83,12 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
             _element_bytes(required.line, plan),
             required.line.phase,
         )
+        # "float32" is arbitrary: the bytes of an element follow from the line and the plan, as Megatron's differ from
+        # ours.
         for required in requirements(contract_of(anatomy, plan), symbols_of(anatomy, plan), plan.mesh, "float32")
         if required.elements
     ]
+    # Only mtjax's stages have lines in the contract.
     return sent if plan.is_staged else [*sent, *_between_stages(anatomy, plan)]
 
 

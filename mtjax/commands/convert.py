@@ -161,6 +161,8 @@ def run(options: Options) -> None:
     from mtjax.convert.to_megatron import newest_checkpoint
 
     start = time.monotonic()
+    # Everything is written into a temporary folder, so that an error, or Ctrl-C, leaves no half of a model under its
+    # name.
     with new_folder(target_path) as folder:
         hints = Hints(options.vocab_multiple, options.vocab_size, options.config)
         if options.with_optimizer and from_kind == "mtjax":
@@ -342,6 +344,7 @@ def _open_sink(
     version = float(options.checkpoint_version)
     ranks, experts = (options.tensor, options.pipeline), (options.expert, options.grouped_experts)
     split = Split(*ranks, version, options.transformer_impl, *experts)
+    # Functions, as only one of them is to be opened.
     openers: dict[str, Callable[[], Sink]] = {
         "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest, compression),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),

@@ -72,6 +72,7 @@ def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> N
     trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
     name = command.name if argument(words, "--config") else task
 
+    # Each run of several seeds gets a new one: an objective keeps what it has read of its rows.
     def new_objective() -> "FinetuningObjective":
         return ChatFinetuning(trunk, teacher) if task == CHAT else TaskFinetuning(TASKS[task], trunk, teacher)
 
@@ -113,6 +114,7 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
     Raises:
       UserError: there are no such weights.
     """
+    # The config of a run that is resumed has all settings already, and the original weights may be gone.
     if start.finetuning.task != "none" and "--resume" in words:
         return start
     config = start if argument(words, "--config") else replace(Config(), **DEFAULTS)
@@ -129,8 +131,11 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
     overrides["retro_reads"] = True  # the rows decide it when they are read
     if argument(words, "--task") == CHAT:
         step = text_step(model)
+        # A Retro reads whole chunks, so its length is a multiple of theirs.
         longest = max(LONGEST_CHATS // step * step, shortest_text(model))
         overrides["sequence_length"] = min(model.sequence_length, longest)
+    # What the weights decide (sizes, norms, activations) is not a choice; what only finetuning adds comes from the
+    # config.
     model = dataclasses.replace(model, **overrides)
     return dataclasses.replace(config, model=model)
 

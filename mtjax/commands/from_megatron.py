@@ -58,6 +58,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # What follows are Megatron's options, some of which have names of ours.
     at = words.index("--") if "--" in words else len(words)
     return run_main(lambda: run(read(Options, words[:at], "mtjax from-megatron", DESCRIPTION), words[at + 1 :]))
 
@@ -75,6 +76,7 @@ def run(options: Options, words: Sequence[str]) -> None:
     config = config_of(to)
     note_kernel(to, config, mesh)
     config_error = None
+    # What mtjax refuses is printed nevertheless, with the reason: it can be mended there.
     try:
         check_config(config, mesh)
     except UserError as e:

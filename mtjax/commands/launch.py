@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if at == len(arguments):
             raise UserError("the options of mtjax train go after `--`: mtjax launch --restarts 3 -- --config NAME")
         train = arguments[at + 1 :]
+        # Here, so that a wrong option is one error, and not one of each process.
         command = cli.parse(train, "mtjax train", train_options.DESCRIPTION, train_options.Options)
         from mtjax.launch.run import launch  # takes a second to import: only for valid options
 

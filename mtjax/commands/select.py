@@ -79,6 +79,7 @@ def run(options: Options) -> None:
     rows = _rows(options)
     scores = np.array(_scores(options, rows), np.float64)
     kept = selected(scores, options)
+    # Rows were checked to exist, so the range in the message is never empty.
     if not len(kept):
         raise UserError(f"no row has such a score: they are from {scores.min():g} to {scores.max():g}")
     if options.scorer:

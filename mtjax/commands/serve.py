@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         options: Options = read(Options, argv, "mtjax serve", DESCRIPTION)
+        # Before weights are loaded, and before the import that would fail.
         for library in LIBRARIES:
             require(library, "serve")
         with CtrlC():

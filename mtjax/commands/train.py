@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = parse(argv, "mtjax train", DESCRIPTION, Options)
             from mtjax.runtime.processes.local import Member, member_arguments, processes_needed, run_members
 
+            # XLA runs only so many virtual CPU devices in one process.
             count = processes_needed(command.config, os.environ)
             if count == 1:
                 return _train(command, times)

@@ -43,6 +43,8 @@ def compile_run(config: Config, folder: str | None) -> None:
     with CompileCache(folder) as cache, Peers(config.parallel) as peers:
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
+        # The same steps as those of a run, in its order: a cache key has everything that changes the program, also the
+        # tokenizer's vocabulary and the horizon of the learning rate.
         config = with_mesh(config, fastest_mesh)
         mesh_shape, mesh, batch_schedule = find_devices(config, peers)
         say = print if jax.process_index() == 0 else lambda *_, **__: None
@@ -76,6 +78,7 @@ def programs(program: TrainStep, tokenizer: Tokenizer, batch_sizes: tuple[int, .
     config = program.config
     given = program.restore_target if config.training.init_from else None
     yield "initial state", lambda: [program.lower_initialize(config.training.seed, given)]
+    # With a batch size rampup, each size is a program of its own.
     for size in batch_sizes:
         yield f"step of {size} samples", lambda size=size: [program.lower_step(size)]
     if config.output.valid_every:

@@ -56,6 +56,7 @@ def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: i
     experts = {name: size for name, size in inputs.items() if name == EXPERT}
     stacked = {name: size for name, size in outputs.items() if name in PARTS}
     others = {name: size for name, size in outputs.items() if name not in PARTS}
+    # A has the stacked dimension too, as each of the stacked products has an A of its own; of experts both have it.
     return {**inputs, **stacked, RANK: rank}, {**experts, **stacked, RANK: rank, **others}
 
 

@@ -40,6 +40,7 @@ def validate(config: Config) -> None:
     Raises:
       UserError: a setting is out of bounds, or settings are inconsistent; names the first.
     """
+    # Bounds first: the checks after these divide by settings, and build lists as long as others say.
     for section in vars(config).values():
         check_bounds(section)
     check_sizes(config)
@@ -109,6 +110,7 @@ def _check_text(name: str, value: str | Path) -> None:
     text, longest = str(value), LONGEST[Path if isinstance(value, Path) else str]
     if len(text) > longest:
         raise UserError(f"{name} has {len(text)} characters ({shortened(text)}), and the maximum is {longest}")
+    # Line breaks and tabs are not printable either, and are allowed: a text may list files.
     if not text.isprintable() and ("\0" in text or not _is_unicode(text)):
         raise UserError(f"{name} is {text!r}, which contains a character that is not valid in file names and text")
 
@@ -262,6 +264,7 @@ def check_recompute(model: Model, training: Training) -> None:
             f"recompute_method block needs identical layers, and first_dense_layers is "
             f"{model.first_dense_layers}: use uniform"
         )
+    # Layers with and without experts alternate, so that no loop has groups of equal ones.
     if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
         named = [f"recompute_method {training.recompute_method}"] if training.recompute_method == "block" else []
         named += [f"recompute_num_layers {number}"] if number > 1 else []

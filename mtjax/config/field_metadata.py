@@ -130,6 +130,7 @@ def part_of_one(default: T) -> T:
 
 def amount(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """Builds a field for a finite number >= 0."""
+    # TOML and the command line read infinity as a number.
     bound = Bound(lambda value: math.isfinite(value) and value >= 0, "a finite number, 0 or more", LARGEST_FLOAT)
     return setting(default, bound=bound, shapes=shapes)
 

@@ -52,6 +52,7 @@ def expanded(pattern: str) -> str:
     for part in _PART.finditer(pattern):
         if part.start() != end:
             break
+        # Six digits are more layers than are allowed, and Python refuses to read thousands of digits.
         unit, times = (part[3], 1) if part[3] else (part[1], int(part[2][:6]))
         _check_letters(unit, pattern)
         if times < 1 or len(letters) + times * len(unit) > MOST_LAYERS:
@@ -128,6 +129,7 @@ def _last_runs(
 
 def shortened_pattern(letters: str) -> str:
     """Returns a short pattern of these layers: "(M-)x4M*-" for "M-M-M-M-M*-"."""
+    # A short repeat is longer than what it stands for: MM, and not (M)x2.
     return "".join(min((f"({unit})x{times}", unit * times), key=len) for unit, times in runs_of(letters))
 
 
@@ -152,6 +154,8 @@ def joined_loops(letters: str) -> tuple[LayerRun, ...]:
     """
 
     def hands_on(unit: str, start: int, end: int) -> bool:
+        # For the first loop `start - 1` is -1: its lowest layer's backward pass gathers the last letter, which nobody
+        # reads.
         return end < len(letters) and letters[end] == unit[0] and letters[start - 1] == unit[-1]
 
     return _fewest_compiled(letters, hands_on)

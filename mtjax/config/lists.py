@@ -13,6 +13,7 @@ def in_order(setting: str, value: Any) -> Any:
     """Returns a value of a setting, its names in the order of a config if it has these names alone."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else []
     known = LISTS.get(setting, ())
+    # What is not made of these names stays as it is, for the check that names it.
     return ",".join(sorted(names, key=known.index)) if names and set(names) <= set(known) else value
 
 

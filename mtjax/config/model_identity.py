@@ -22,6 +22,7 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "expert_size": sizes.expert_size(model),
         "embedding_size": sizes.embedding_width(model),
         "head_dim": sizes.head_dim(model),
+        # Filled in, so that a config that spells a default out describes the same model as one that does not.
         "num_kv_heads": sizes.num_kv_heads(model),
         "attention_bias": sizes.attention_bias(model),
         "mlp_bias": sizes.mlp_bias(model),

@@ -12,6 +12,7 @@ def check_positions(model: Model) -> None:
       UserError: they are inconsistent.
     """
     _check_windows(model)
+    # Half of the buckets are exact distances, and the others divide the rest logarithmically: there has to be a rest.
     if model.relative_max_distance <= model.relative_buckets:
         distance, buckets = model.relative_max_distance, model.relative_buckets
         raise UserError(f"relative_max_distance {distance} must be above relative_buckets {buckets}")
@@ -38,6 +39,7 @@ def _check_windows(model: Model) -> None:
 
 
 def _check_pattern(model: Model, name: str, pattern: str) -> None:
+    # The rest of a longer pattern would be ignored, which a typing error looks like.
     if len(pattern) > model.num_layers:
         raise UserError(
             f"{name} {pattern} is for {len(pattern)} layers, and num_layers is {model.num_layers}: use a pattern of "
@@ -75,6 +77,7 @@ def _check_scaling(model: Model) -> None:
     slow, fast = model.rope_beta_slow, model.rope_beta_fast
     if kind == "yarn" and slow >= fast:
         raise UserError(f"rope_beta_slow {slow} must be below rope_beta_fast {fast}")
+    # The base is scaled by a power of d / (d - 2) for d rotated dimensions, which two do not have.
     if kind == "dynamic" and (pairs < 2 or model.rope_factor < 1):
         raise UserError(
             f"rope_scaling dynamic needs a rope_factor of at least 1 and 4 rotated dimensions, and there are "

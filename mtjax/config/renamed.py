@@ -34,11 +34,13 @@ def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
     named = {NAMES.get(name, name): value for name, value in table.items()}
+    # Second, so that a new name wins wherever it stands in the table.
     named |= {name: value for name, value in table.items() if name not in NAMES}
     return {name: _new_value(name, value) for name, value in named.items()}
 
 
 def _new_value(name: str, value: Any) -> Any:
+    # TOML values may be lists, which are no keys.
     return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
 
 

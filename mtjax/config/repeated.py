@@ -35,6 +35,7 @@ def with_joined_data(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if "None" in (value, *values):
             values.clear()
         values.append(value)
+    # A single value stays as it was typed: it may be a blend in itself.
     joined = {name: values[0] if len(values) == 1 else " ".join(map(_word, values)) for name, values in found.items()}
     notes = [f"{name} {joined[name]}" for name, values in found.items() if len(values) > 1]
     return [*rest, *(word for pair in joined.items() for word in pair)], notes
@@ -42,5 +43,6 @@ def with_joined_data(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _word(value: str) -> str:
     """Returns a value as a part of a blend: a path that exists as it was typed has no words."""
+    # Megatron's datasets are named by a prefix, which does not exist itself.
     is_path = Path(value).expanduser().exists() or Path(f"{value}.idx").expanduser().exists()
     return quoted(value) if is_path else value

@@ -40,6 +40,7 @@ def check_shared_blocks(model: "Model") -> None:
             f"{shown} has shared blocks ({letters[0]}) and layers {' and '.join(others)}, and shared blocks support "
             "M beside them alone: remove the others"
         )
+    # Blocks are numbered from 1, however many there are: the second one alone would be called the first.
     if FIRST not in letters:
         raise UserError(f"{shown} has the second shared block ({SECOND}) without the first: use {FIRST}")
     for name, default in _UNSUPPORTED.items():

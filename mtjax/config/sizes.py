@@ -37,6 +37,7 @@ def expert_capacity(model: Model, tokens: int) -> int | None:
     """Returns how many of a sample's `tokens` tokens an expert accepts; None without a capacity limit."""
     if model.capacity_factor is None:
         return None
+    # At least one token, or experts of short samples would drop all.
     return max(1, math.ceil(model.capacity_factor * tokens * model.experts_top_k / model.num_experts))
 
 

@@ -75,6 +75,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
     for kind in kinds:
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            # TOML's integers are written where numbers are meant: 1 for 1.0. Booleans are ints in Python and are not.
             return float(value)
         if kind is Path and isinstance(value, str):
             return Path(value)
@@ -83,6 +84,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             value = [float(v) if t is float and type(v) is int else v for t, v in zip(members, value, strict=False)]
             if [type(v) for v in value] == members:
                 return tuple(value)
+        # Exactly: True must not pass for 1.
         if type(value) is kind:
             return value
     raise UserError(f"{where} = {value!r} should be {' or '.join(map(_type_name, kinds))}")
@@ -138,6 +140,7 @@ def find(name: str | Path) -> Path:
         why = e.strerror if isinstance(e, OSError) else e
         raise UserError(f"--config {str(name)[:60]!r} can't be read: {why}") from e
     shipped = {p.stem: p for p in sorted(shipped_folder().glob("*.toml"))}
+    # Also by a path in a checkout (configs/NAME.toml), which an installed package does not have.
     if str(name) in shipped or path.name in {p.name for p in shipped.values()}:
         return shipped[path.name.removesuffix(".toml")]
     hint = nearest(path.name.removesuffix(".toml"), shipped)
@@ -158,11 +161,13 @@ def save(config: Config, path: Path) -> None:
     """Writes `config` as TOML, atomically; in each section, settings that differ from the defaults come first."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(written(config))
+    # A run that is ended here has the old file or the new one, never half of one.
     temporary.replace(path)
 
 
 def written(config: Config) -> str:
     """Returns a config as TOML, with all settings: in each section, those that differ from the defaults first."""
+    # A family's own defaults count as defaults, and the family as chosen unless it is the default itself.
     defaults = to_dict(replace(Config(), family=config.model.family))
     defaults["model"]["family"] = Config().model.family
     sections = []

@@ -12,6 +12,7 @@ def with_vocabulary(config: Config, say: Callable[[str], object]) -> Config:
     if config.model.vocab_size is not None:
         return config
     tokenizer = str(config.data.tokenizer or "")
+    # Plans do not open the tokenizer's files.
     other = f", and the tokenizer is {tokenizer}: add --vocab-size N" if tokenizer and "gpt2" not in tokenizer else ""
     say(f"vocab_size is not given: using GPT-2's {GPT2_VOCABULARY:,}{other}")
     return replace(config, vocab_size=GPT2_VOCABULARY)

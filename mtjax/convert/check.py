@@ -28,10 +28,12 @@ def check_complete(
       UserError: lists every missing, unexpected and misshapen tensor.
     """
     table = selection.table
+    # A folder of another architecture would otherwise list every tensor of both models.
     if not any(name in expected for name in found):
         example = f"but {len(found)} others, such as {next(iter(found))}" if found else "and no other"
         raise UserError(f"{source} contains no tensor of {table.format}, {example}: is it a model of another family?")
     fresh = fresh_parameters(selection, found)
+    # Optional modules are fresh only as a whole: a pooler whose bias alone is missing is a damaged file.
     may_be_missing = {name_of(t, layer) for parameter, layer, t in selection.tensors() if parameter.name in fresh}
     missing = [name for name in expected if name not in found and name not in may_be_missing]
     # Tensors that may be present although the model does not need them.
@@ -67,6 +69,7 @@ def _listed(what: str, items: list[str]) -> list[str]:
     """Formats a heading and items; items that differ only in the layer number share a line."""
     layers: dict[str, list[int]] = defaultdict(list)
     for item in items:
+        # Only the first number, the layer's: experts of one layer stay on lines of their own.
         number = re.search(r"\.(\d+)\.", item)
         layers[re.sub(r"\.\d+\.", ".*.", item, count=1)].append(int(number[1]) if number else -1)
     lines = [

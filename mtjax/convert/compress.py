@@ -50,10 +50,15 @@ class Quantization:
             self._check(parameter, layer, tensor, tensor.shape(parameter.sizes))
         found = {name_of(t, layer): (p.name, layer) for p, layer, t in rows}
         others = [name_of(t, layer) for p, layer, t in selection.tensors() if len(t.dims) == 2]
+        # `ignore` of the config.json names modules, not tensors. Without it transformers would expect scales for the
+        # output, which is a Linear, too.
         plain = [name.removesuffix(".weight") for name in others if name not in found and name.endswith(".weight")]
         return Compressed(self, dtype, found, plain)
 
     def _check(self, parameter: Parameter, layer: int, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        # A row of the tensor must be one output with all of its inputs: scales are per row, and groups are cut along
+        # it. A parameter's last axis is its output, so a projection back to the hidden size has all other axes as
+        # inputs.
         inputs = parameter.axes[:-1] if parameter.axes[-1] == "embed" else ("embed",)
         name = name_of(tensor, layer)
         if tensor.is_part or tensor.each or len(tensor.dims) != 2 or tensor.dims[1] != inputs:
@@ -65,6 +70,8 @@ class Quantization:
                 f"--group-size is {self.group}, and {name} has {shape[1]} inputs, not a multiple: "
                 f"use {np.gcd(self.group, shape[1])}, or another divisor of {shape[1]}"
             )
+        # Moments are of inputs as mtjax orders them. A permuted tensor (RoPE's channels) would be matched with those of
+        # other inputs, without an error.
         if self.is_calibrated and tensor.order and tensor.order[0] in inputs:
             raise UserError(f"--calibration needs inputs in mtjax's order, and those of {name} have another: remove it")
 
@@ -117,7 +124,10 @@ class Compressed:
         dtype = DTYPES[self.dtype]
         if self.how.kind == "fp8":
             largest = np.abs(weight).max(1, keepdims=True)
+            # Rounded to the type of the file first, so that values are divided by the scale that a reader multiplies
+            # by.
             scales = (largest / LARGEST_FLOAT8).astype(dtype).astype(np.float32)
+            # A row of zeros, or one whose scale underflows in float16, would be 0 / 0.
             scales = np.where(scales > 0, scales, 1).astype(np.float32)
             # A scale that was rounded down would put the largest value beyond the format, where it is not a number.
             scaled = np.clip(weight / scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
@@ -136,6 +146,7 @@ class Compressed:
     def _moments(self, parameter: str, layer: int) -> np.ndarray:
         """Returns the moments of a parameter's inputs, which parts of a module share."""
         module = parameter
+        # Query and key_value have one input, and moments are collected for the module that contains both.
         while module and (module, layer) not in self.how.moments:
             module = module.rpartition(".")[0]
         return self.how.moments[module, layer]
@@ -147,6 +158,7 @@ class Compressed:
             name + SHAPE: np.array(integers.shape, np.int64),
         }
         if grid.zeros is not None:
+            # compressed-tensors packs zero points along outputs, unlike weights, which it packs along inputs.
             parts[name + ZERO] = np.ascontiguousarray(pack(grid.zeros[..., 0].T, self.bits).T)
         return parts
 
@@ -157,6 +169,7 @@ class Compressed:
             "num_bits": self.bits,
             "type": "float" if how.kind == "fp8" else "int",
             "symmetric": not how.zero_point,
+            # compressed-tensors calls one scale per output "channel", and rejects a group size beside it.
             "strategy": "group" if how.kind == "int4" else "channel",
             "group_size": how.group if how.kind == "int4" else None,
             "dynamic": False,

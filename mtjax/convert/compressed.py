@@ -18,6 +18,8 @@ PACKED, SCALE, SHAPE, ZERO = "_packed", "_scale", "_shape", "_zero_point"
 WORD = 32
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+_OFFLINE = {"weight_input", "weight_output"}
+"""Locations of a `transform_config` that the weights in the files have in them already."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -29,6 +31,7 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     The first value is in the lowest bits; values are shifted to be 0 or more, and rows are padded with zeros.
     """
     per_word = WORD // bits
+    # int16 holds the sum: int8's 127 + 128 would wrap.
     shifted = (integers.astype(np.int16) + (1 << (bits - 1))).astype(np.uint32)
     shifted = np.pad(shifted, ((0, 0), (0, -shifted.shape[1] % per_word)))
     words = shifted.reshape(len(shifted), -1, per_word) << (np.arange(per_word, dtype=np.uint32) * bits)
@@ -58,6 +61,7 @@ class Stored:
     @property
     def settings(self) -> Storage | None:
         """Returns with which settings generation stores the same numbers; None if there are none."""
+        # Generation has groups for int4 alone, as `Storage` says.
         if self.bits == 4:
             return Storage("int4", self.shape[1] // self.groups, self.has_zeros)
         if self.groups != 1 or self.has_zeros:
@@ -72,6 +76,7 @@ class Stored:
     def grid(self, name: str, read: Callable[[str], np.ndarray]) -> Grid:
         """Returns the values that its weights may have, in full size; of floats, only the scales."""
         scales = read(name + SCALE).astype(np.float32)
+        # A scale of the whole tensor (strategy "tensor") has no dimension or one.
         scales = scales if scales.ndim == 2 else scales.reshape(-1, 1)
         zeros = None
         if self.has_zeros:
@@ -103,16 +108,19 @@ def stored_tensors(shapes: Shapes, codes: Mapping[str, str], read: Callable[[str
     found = {}
     for scale, of_groups in shapes.items():
         name = scale.removesuffix(SCALE)
+        # `input_scale` and `k_scale` of quantized activations and caches are not scales of weights.
         if not scale.endswith(".weight" + SCALE) or len(of_groups) > 2:
             continue
         if name + PACKED in shapes and name + SHAPE in shapes:
             rows, columns = (int(n) for n in read(name + SHAPE))
             words = shapes[name + PACKED]
+            # By the size of the words, not by `num_bits` of the config.json: groups of modules may have different ones.
             bits = next((b for b in (4, 8) if words == (rows, -(-columns * b // WORD))), None)
             if bits and columns % _groups(of_groups) == 0:
                 found[name] = Stored((rows, columns), bits, True, name + ZERO in shapes, _groups(of_groups))
         elif codes.get(name) in (fp8.CODE, "I8") and len(shapes[name]) == 2:
             rows, columns = shapes[name]
+            # Blocks of several rows (`weight_block_size`) are not this layout: see `fp8`.
             if columns % _groups(of_groups) == 0 and of_groups[:1] in ((rows,), (1,), ()):
                 found[name] = Stored(
                     (rows, columns), 8, False, name + ZERO in shapes, _groups(of_groups), codes[name] != "I8"
@@ -133,8 +141,16 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
         wrong.append("quantization_config has quantization_status other than 'compressed'")
     if settings.get("kv_cache_scheme"):
         wrong.append("quantization_config has a kv_cache_scheme, which is not read")
+    for name, scheme in ((settings.get("transform_config") or {}).get("config_groups") or {}).items():
+        # Weights that are rotated in the files need the inverse rotation of activations, or of another weight. Only the
+        # latter is in the files; without the former the numbers would be those of another network, in the same shapes.
+        if online := sorted({each.get("location") for each in scheme.get("apply") or ()} - _OFFLINE):
+            wrong.append(
+                f"quantization_config has transform_config {name} with location {online[0]}, which is not read"
+            )
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
+        # With actorder "group", inputs of a group are not consecutive, and a tensor `weight_g_idx` says which they are.
         known = {"num_bits": (4, 8), "strategy": ("group", "channel", "tensor"), "actorder": (None, "static", "weight")}
         for key, values in known.items():
             if weights.get(key) not in values:

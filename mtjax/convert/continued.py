@@ -55,6 +55,7 @@ class MegatronRun:
                 f"{source.files.folder} is a hybrid model, whose weights alone are converted: remove --with-optimizer"
             )
         self.source = source
+        # All checks come before the sink creates a file: a run that can't continue leaves nothing behind.
         self.optimizer = open_optimizer(source.files, source.selection, source.rows, source.origin.config)
         progress, arguments = self.optimizer.progress, dict(source.files.arguments)
         self.config, self.report = _run_config(arguments, progress, source, target)
@@ -85,6 +86,7 @@ class MegatronRun:
           UserError: the float32 weights are not those of the model.
         """
         parameters = list(self.source.parameters.values())
+        # Weights and two moments, all float32.
         total = 3 * sum(parameter.nbytes * (parameter.num_layers or 1) for parameter in parameters)
         done = numbers = 0
         with BytesProgress(task, total) as line:
@@ -96,6 +98,7 @@ class MegatronRun:
                     line.update(done, done)
             for kind in MOMENTS:
                 states = self.optimizer.states(kind)
+                # None stands only for float32 weights that are the model's own.
                 assert states is not None
                 moments = self._named(states)
                 for parameter in parameters:
@@ -115,9 +118,12 @@ class MegatronRun:
     def _weights(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the float32 weights of a parameter, which must round to the model's."""
         states = self.optimizer.states(WEIGHTS)
+        # A router's bias is a buffer, updated by counts of tokens, and not in Adam's state.
         if states is None or parameter.name.endswith(ROUTER_BIAS):
             yield from self.source.slices(parameter)
             return
+        # The layout of buffers is not saved but rebuilt. Weights that do not round to the model's show that it was
+        # rebuilt wrongly, and the moments would be those of other tensors.
         for full, rounded in zip(self._named(states).slices(parameter), self.source.slices(parameter), strict=True):
             if not np.array_equal(full.astype(rounded.dtype), rounded):
                 raise UserError(
@@ -142,9 +148,12 @@ def _run_config(
     given = from_arguments(arguments, folder)
     # Scales of earlier steps are in Transformer Engine's own state, which is not read.
     given.values |= {"fp8_recipe": "tensorwise"} if given.values.get("fp8_recipe", "delayed") == "delayed" else {}
+    # The scheduler's state has the numbers that were in effect, which with --use-checkpoint-opt_param-scheduler are not
+    # those of the arguments.
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "end_weight_decay"):
         given.values.pop(name, None)
     for theirs, dest in _SCHEDULE.items():
+        # Steps are floats if they came from a fraction.
         value = progress.schedule.get(theirs)
         if value is not None:
             given.values[dest] = round(value) if theirs.endswith("_steps") else value
@@ -156,6 +165,7 @@ def _run_config(
         given.values.pop(name, None)
     to, _ = translate(given)
     translated = config_of(to)
+    # `described` takes max_position_embeddings for the length; with RoPE the samples of the run may be shorter.
     length = arguments.get("seq_length") or model.sequence_length
     if model.position == "learned" and length != model.sequence_length:
         raise UserError(
@@ -191,6 +201,7 @@ def _check_group(group: Mapping[str, Any], run: Config, folder: str) -> None:
 
 
 def _counters(progress: Progress, run: Config, folder: str) -> Counters:
+    # Not consumed_train_samples: after a start with --no-load-optim the schedule begins again, and the data do not.
     samples, batch = progress.schedule.get("num_steps"), run.training.global_batch_size
     if not isinstance(samples, int) or samples % batch:
         raise UserError(

@@ -18,6 +18,7 @@ _BLOCK = 2**18
 
 def count_not_finite(array: np.ndarray) -> int:
     """Returns how many numbers of an array are NaN or infinite; 0 for types that have neither."""
+    # float8_e4m3fn has NaN, too, but such tensors are unpacked before they come here.
     if array.dtype not in _EXPONENTS:
         return 0
     # By their bits: some ten times as fast as np.isfinite for 16-bit types.
@@ -25,6 +26,7 @@ def count_not_finite(array: np.ndarray) -> int:
     exponent, numbers, count = kind(bits), np.ascontiguousarray(array).reshape(-1).view(kind), 0
     for start in range(0, numbers.size, _BLOCK):
         block = numbers[start : start + _BLOCK] & exponent
+        # Almost no block has one: the maximum alone is cheaper than a comparison of all.
         if block.max() == exponent:
             count += int(np.count_nonzero(block == exponent))
     return count
@@ -32,6 +34,7 @@ def count_not_finite(array: np.ndarray) -> int:
 
 def are_equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Returns whether two arrays have the same numbers, NaN in the same places included."""
+    # The second comparison copies and compares twice, and is needed only where the first fails.
     return np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True)
 
 

@@ -29,6 +29,7 @@ def quantize(
     Returns:
       Integers [outputs, inputs], and the grid, [outputs, groups, 1].
     """
+    # float64: the inverse of moments is badly conditioned where inputs correlate.
     weight, upper = weight.astype(np.float64), _inverse_root(moments.astype(np.float64))
     # Inputs first: what an input's error changes is contiguous.
     weight = np.ascontiguousarray(weight.T)
@@ -45,6 +46,8 @@ def quantize(
                 grids.append(fitted_grid(pending.astype(np.float32), 0, bits, dtype, zero_point=zero_point))
             integers[i] = grids[-1].round(weight[i : i + 1])[0]
             errors[i - start] = (weight[i] - grids[-1].values(integers[i : i + 1])[0]) / upper[i, i]
+            # Only within the block; what is behind it is compensated once a block, by one product of matrices (the
+            # paper's lazy batch updates).
             weight[i + 1 : stop] -= upper[i, i + 1 : stop, None] * errors[i - start]
         weight[stop:] -= upper[start:stop, stop:].T @ errors
     scales, zeros = (

@@ -38,7 +38,9 @@ def _downloaded(name: str, revision: str | None) -> Path:
     Raises:
       UserError: it can't be downloaded.
     """
+    # Before the lock is taken: a download that ends after this is as new as one that would begin now.
     asked = time.time()
+    # The command is for machines that can't reach the hub, such as nodes of a cluster.
     version = f" --revision {revision}" if revision else ""
     command = f"`hf download {name}{version} --local-dir {name.rpartition('/')[2]}`"
     advice = f"run {command} where the hub can be reached, and name that folder instead"
@@ -58,6 +60,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             when, wanted, folder = (*file.read().split("\t"), "", "", "")[:3]
+            # Not for older entries: the revision may be a branch, which has moved since.
             if wanted == str(revision) and float(when) >= asked and Path(folder).is_dir():
                 return Path(folder)  # completed by another process while this one waited
             if not constants.HF_HUB_OFFLINE:
@@ -77,6 +80,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
             f"Face hub ({why}): {advice}"
         ) from e
     print(f"{name} is in {folder}", file=sys.stderr, flush=True)
+    # Pickled weights are not in FILES, so that they are not downloaded first and refused afterwards.
     if not any(Path(folder).glob("*.safetensors")):
         raise UserError(
             f"{name} has no safetensors files on the hub: save it with transformers' model.save_pretrained(DIR), which "

@@ -66,6 +66,7 @@ class HuggingFaceSource:
         selection = family.table_of(config.model).select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         tensors.check_floats()
+        # After all checks of names and shapes, which report everything at once.
         fresh = self._weights.fresh_modules
         if fresh:
             notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
@@ -124,6 +125,7 @@ def describe(
       UserError: it is not such a folder, or mtjax does not support the model.
     """
     raw, source = read_config(folder), str(folder / "config.json")
+    # transformers loads the adapters without being asked; to read the model alone would give other numbers.
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{folder} has a model and adapters ({ADAPTER_CONFIG}), which transformers loads on top of the base model "
@@ -133,11 +135,13 @@ def describe(
     reader = SafetensorsReader(folder)
     tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)
     for key in TOKEN_IDS:
+        # Checked here for its errors alone: the ids are read when the tokenizer is opened, after the weights.
         ids_in(raw, key, folder / "config.json")
     with family.naming_keys(raw), understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
+    # transformers ties the two, and would lose the second tensor.
     untied = family.unties and settings.get("tie_embeddings") and tensors.other_copy(family.table)
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
@@ -145,9 +149,11 @@ def describe(
     with family.naming_keys(raw):
         config = config_of(settings, source)
     tensors.ignore(family.table_of(config.model).ignored)
+    # transformers has no layers of multi-token prediction, and drops them when it saves, but keeps the key.
     count = family.renamed(raw)[0].get("num_nextn_predict_layers") or 0
     if count != config.model.mtp_num_layers:
         notes += (f"num_nextn_predict_layers is {count}, and {folder} has no such layers: none are read",)
+    # JSON's keys are strings: "10" sorts before "2".
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):
         config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
@@ -161,6 +167,7 @@ class FolderTensors:
 
     def __init__(self, reader: SafetensorsReader, table: Table) -> None:
         self._reader = reader
+        # A bare model (AutoModel) is saved without the prefix of the model in a class with a head.
         added = table.prefix if tensors_without(reader.shapes, table.prefix) else ""
         # The output has no prefix.
         self._names = {("" if name in table.copies else added) + _new_name(name): name for name in reader.shapes}
@@ -265,11 +272,13 @@ class HuggingFaceSink:
         for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             extracted = tensor.extract(array, parameter)
+            # Also of tensors that are quantized: what overflows float16 is reported in the same words.
             values = narrowed(extracted, self._dtype, name)
             if self._packed and name in self._packed.scales:
                 for part, array_of_part in self._packed.parts(name, extracted).items():
                     self._writer.write(part, array_of_part)
             elif tensor.is_part:
+                # Several parameters fill a tensor, each its rows, in whatever order they come.
                 into = tensor.view(self._writer.map(name), parameter)
                 into[...] = values.reshape(into.shape)
             else:
@@ -279,6 +288,7 @@ class HuggingFaceSink:
     def close(self) -> None:
         """Writes config.json and the tokenizer."""
         self._writer.close()
+        # Before config.json, which depends on the tokenizer that was copied.
         names = carry_files(self._origin, self._folder)
         tokenizer = open_tokenizer(str(self._folder / "tokenizer.json")) if "tokenizer.json" in names else None
         if tokenizer is not None and "tokenizer_config.json" not in names:
@@ -290,6 +300,8 @@ class HuggingFaceSink:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
+        # Keys of the original that the model's settings do not decide, such as ids of tokens, are kept. Those that
+        # decide the network must be written from the settings, or an old value would survive a change.
         dropped = {"dtype", *QUANTIZED, *self._family.keys, *self._family.aliases}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype} | (self._packed.config_json() if self._packed else {})
@@ -313,15 +325,13 @@ class HuggingFaceSink:
 def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
     """Returns the `pad_token_id` of a decoder's classifier, by which transformers finds the last token of a row.
 
-    transformers classifies by the last token that is not padding. If rows end with this token, as with a tokenizer that
-    appends `</s>` to each text, that would be one token too early. With None, transformers uses the last token of a
-    single row, and refuses a batch of several.
-
     Args:
       pad: the padding id in the config.json of the original weights, if any; `eos_token_id` without a config.json.
       tokenizer: the tokenizer of the rows.
     """
     ends = added_tokens(tokenizer).back[-1:] if tokenizer else []
+    # transformers classifies by the last token that is not padding: where a tokenizer appends this token to each text,
+    # by one that is too early. With None it takes the last token of a single row, and refuses a batch of several.
     return None if pad in ends else pad
 
 

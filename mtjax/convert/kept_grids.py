@@ -59,7 +59,9 @@ def kept_grids(weights: NamedWeights, storage: Storage, origin: Origin) -> list[
         if layer is not None and parameter.is_layer_matrix:
             name = name_of(tensor, layer)
             stored = tensors.stored(name)
+            # One example of each kind for the message.
             found.setdefault("floats" if stored is None else stored.settings or "another type", name)
+    # Only what says how matrices are stored is compared.
     storage = replace(storage, cache_dtype=None)
     if list(found) == ["floats"]:
         return []

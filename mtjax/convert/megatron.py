@@ -57,6 +57,7 @@ def describe(
         with understood(str(files.folder)):
             settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
     else:
+        # The config alone: a checkpoint may have no arguments. All names and shapes are compared later.
         settings = dict(vars(configs.load(model_config).model))
     # Order of precedence: --vocab-size, the config, the saved argument, the padded size.
     known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
@@ -164,6 +165,7 @@ class MegatronSink:
         require("torch", "megatron")  # after what can't be converted at all, and before any file
         # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
+        # Every rank's tensors have the same shapes, for degrees divide all sharded dimensions.
         stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
         self._collected = {
             (rank, stage, expert): self._collect(f"{rank}-{stage}-{expert}", self._of_rank(shapes, expert))
@@ -178,6 +180,7 @@ class MegatronSink:
         Raises:
           UserError: a value overflows float16.
         """
+        # Megatron's padding may be larger or smaller than mtjax's.
         if VOCAB in parameter.axes:
             array = with_vocab(array, parameter, self._rows)
         ranks = self._split.tensor
@@ -210,9 +213,11 @@ class MegatronSink:
                 "model": self._as_saved(tensors),
             }
             torch.save(content, path)
+        # The views keep the memory-mapped files open.
         self._collected.clear()
         for path in self._folder.glob(".collected-*"):
             path.unlink()
+        # "release": Megatron then takes the weights alone and begins at iteration 0.
         (self._folder / MEGATRON_TRACKER).write_text(RELEASE)
         carry_tokenizer(self._origin, self._folder)
 
@@ -228,6 +233,7 @@ class MegatronSink:
         for name, shape in shapes.items():
             stages[self._stage(name)][name] = shape
         # With one stage, the embedding itself computes the logits.
+        # The last stage computes logits with a copy of its own, which Megatron loads from that stage's file.
         if last and self._origin.config.model.tie_embeddings:
             stages[last][self._names.head_copy] = shapes[self._names.words]
         return stages

@@ -30,6 +30,7 @@ VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
 """Megatron pads the vocabulary to a multiple of this times the tensor parallel degree."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """Constants of Megatron's scaled RoPE, which has no arguments for them."""
+# Not in the table of arguments, whose defaults are those of the current code.
 LEGACY_ROPE_BASE = 10_000.0
 """RoPE base of the legacy models, which ignore `--rotary-base` and `--use-rope-scaling`."""
 
@@ -44,6 +45,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names), letters=letters)
     if wrong:
         raise UserError(f"{source}: the model can't be converted: {', '.join(wrong)}")
+    # Of a hybrid model, the tensors' names say how many layers it has.
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")[bool(letters) :]
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
@@ -63,7 +65,10 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool, letters: str = "
         f"{name} is {arguments[name]!r}"
         for key, values in SUPPORTED.items()
         if not (letters and key in ALLOWED)
+        # A checkpoint has one of the two names, by the version of Megatron that saved it.
         for name in dict.fromkeys((key, SAVED_AS.get(key, key)))
+        # An argument that is missing, as older than the version that saved, has the value of the code of its time,
+        # which had no other.
         if name in arguments and _plain(arguments[name]) and arguments[name] not in values
     ]
     if letters:
@@ -97,6 +102,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str], letters: str 
         "num_kv_heads": groups,
         "head_dim": arguments.get("kv_channels"),
         "mlp_size": arguments.get("ffn_hidden_size"),
+        # Not seq_length: learned positions have as many rows as this says.
         "sequence_length": arguments["max_position_embeddings"],
         "norm": "rmsnorm" if arguments.get("normalization") == "RMSNorm" else "layernorm",
         "norm_epsilon": _number(arguments, "norm_epsilon", "layernorm_epsilon"),
@@ -167,6 +173,7 @@ def _number(arguments: Mapping[str, Any], name: str, older: str = "") -> float:
 
 def _bert_settings(names: frozenset[str]) -> dict[str, Any]:
     return {
+        # Megatron's BERT has its norms before the sublayers, unlike Google's.
         "norm_placement": "pre",
         "num_token_types": 2 if any("tokentype_embeddings" in name for name in names) else 0,
         "sentence_order": any(name.startswith("binary_head.") or ".pooler." in name for name in names),
@@ -277,11 +284,13 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
     is_grouped = num_kv_heads(model) != model.num_heads
     return {
         "num_layers": model.num_layers,
+        # Megatron sets both from either one.
         "encoder_num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": mlp_size(model),
         "num_attention_heads": model.num_heads,
         "group_query_attention": is_grouped,
+        # Megatron's default without grouped-query attention.
         "num_query_groups": num_kv_heads(model) if is_grouped else 1,
         "kv_channels": head_dim(model),
         "seq_length": model.sequence_length,
@@ -302,6 +311,7 @@ def _kinds(model: Model, names: "MegatronNames") -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "norm_epsilon": model.norm_epsilon,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        # The inverse of `_activation`: the fused kernel, or without biases --openai-gelu, is the tanh approximation.
         "bias_gelu_fusion": tanh and has_bias,
         "openai_gelu": tanh and not has_bias,
         "swiglu": model.activation == "swiglu",
@@ -324,6 +334,7 @@ def _positions(model: Model) -> dict[str, Any]:
         "add_position_embedding": False,
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
+        # Megatron's --rotary-base is an integer.
         "rotary_base": int(model.rope_theta) if float(model.rope_theta).is_integer() else model.rope_theta,
         "rotary_percent": model.rope_fraction,
         "rotary_interleaved": False,

@@ -86,6 +86,7 @@ class Degrees:
             layers.
         """
         tensor, expert = (int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "expert"))
+        # Both change which tensors a rank has, or in which order.
         if arguments.get(_STANDALONE) or (
             expert > 1 and arguments.get("expert_tensor_parallel_size") not in (None, tensor)
         ):
@@ -129,6 +130,7 @@ class BufferStates:
         for stage in range(stages):
             for tensor in range(degrees.tensor):
                 rank = Rank(DENSE, tensor + degrees.tensor * stage)
+                # Without expert parallelism experts are parameters like any other, in the same buffers.
                 names = [n for n in ordered if number_of(n) is None or not has_expert_buffers]
                 self._place(rank, tensor, stage, names, degrees, copy)
                 for expert in range(degrees.expert if has_expert_buffers else 0):
@@ -153,8 +155,10 @@ class BufferStates:
             is_first = stage == 0 and chunk == 0
             is_last = stage == len(degrees.layers) - 1 and chunk == len(chunks) - 1
             sizes = {n: math.prod(self.shapes[n]) for n in names if _is_in(n, layers, is_first, is_last)}
+            # The copy takes room in the last stage's buffer, in front of all else.
             if copy is not None and is_last and not is_first:
                 sizes[COPY] = math.prod(self.shapes[copy])
+            # A chunk without layers has no buffer, and the next one takes its number.
             if not sizes:
                 continue
             found = placed(sizes, self._buffers.sizes(rank, buffer, sizes), f"rank {rank.number}")
@@ -214,6 +218,7 @@ def placed(tensors: Mapping[str, int], sizes: Sequence[int], where: str) -> dict
         if bucket >= len(sizes) or at > sizes[bucket]:
             break
         found[name] = bucket, start
+    # Every bucket must be filled exactly: one number too many means that the order or the alignment is another.
     if len(found) < len(tensors) or bucket != len(sizes) - 1 or at != sizes[bucket]:
         raise UserError(
             f"the optimizer's buffers of {where} have {', '.join(map(str, sizes))} numbers, and its "
@@ -228,6 +233,8 @@ def bucket_sizes(tensors: Mapping[str, int], least: int | None, shared: frozense
     at = 0
     for name in list(tensors)[::-1]:
         start = aligned(at)
+        # Megatron gives a shared embedding a bucket of its own, so that both stages shard its state alike
+        # (`_does_param_require_new_bucket`).
         if name in shared and at:
             sizes.append(start)
             start = 0

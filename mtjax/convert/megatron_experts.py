@@ -17,6 +17,7 @@ BALANCE_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 mtjax's."""
 BIAS = ".mlp.router.expert_bias"
 """Suffix of the names of routers' biases, which are float32 whatever the dtype of the other tensors."""
+# SequentialMLP's and TEGroupedMLP's names of one expert's matrices.
 _NUMBER = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 _OF_GROUP = re.compile(r"(.*\.mlp\.experts)\.linear_fc([12])\.weight(\d+)")
 _ALL_IN_ONE = re.compile(r"(.*\.mlp)\.experts\.weight([12])")
@@ -42,6 +43,7 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
             f"moe_layer_freq is {arguments['moe_layer_freq']!r}, which is not supported; supported: all layers, "
             "all after the first k, the last of every N"
         )
+    # True is the default of Megatron's argument, also where a checkpoint lacks it.
     if arguments.get("add_bias_linear", True):
         wrong.append("experts have no biases in mtjax, and add_bias_linear is True (add --disable-bias-linear)")
     if arguments.get("moe_router_enable_expert_bias") and arguments.get("moe_router_score_function") != "sigmoid":
@@ -50,17 +52,16 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
     if (expert_tensor := arguments.get("expert_tensor_parallel_size") or tensor) != tensor:
         wrong.append(f"expert_tensor_parallel_size is {expert_tensor}, not tensor_model_parallel_size {tensor}")
     groups, groups_top_k = _groups(arguments)
+    # A token that may go to all groups is not limited, however groups are scored.
     if groups_top_k < groups:
         wrong += _misfit_groups(arguments.get("moe_router_topk") or 2, groups_top_k, _is_sigmoid(arguments))
     return wrong
 
 
 def _misfit_groups(top_k: int, groups_top_k: int, is_sigmoid: bool) -> list[str]:
-    """Returns the difference, if any, in how groups of experts are scored.
-
-    Megatron scores a group by the sum of its `top_k // groups_top_k` highest scores; mtjax by the highest 2 with
-    sigmoid (DeepSeek-V3) and the highest with softmax (DeepSeek-V2).
-    """
+    """Returns the difference, if any, in how groups of experts are scored."""
+    # How many of a group's highest scores are added up: in Megatron (`group_limited_topk`) it follows from the numbers
+    # that are chosen; in mtjax it is 2 with sigmoid, as in DeepSeek-V3, and 1 with softmax, as in DeepSeek-V2.
     theirs, ours = top_k // groups_top_k, 2 if is_sigmoid else 1
     if theirs == ours:
         return []
@@ -78,6 +79,7 @@ def _is_sigmoid(arguments: Mapping[str, Any]) -> bool:
 def _groups(arguments: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the number of groups of experts, and the number of groups that a token is routed to."""
     groups_top_k = arguments.get("moe_router_group_topk")
+    # Without moe_router_group_topk Megatron does not look at the number of groups.
     return (arguments.get("moe_router_num_groups") or 1, groups_top_k) if groups_top_k else (1, 1)
 
 
@@ -94,6 +96,7 @@ def _dense(arguments: Mapping[str, Any]) -> dict[str, int] | None:
     """Returns mtjax's settings of the dense layers; None if mtjax does not support their pattern."""
     frequency, layers = arguments.get("moe_layer_freq", 1) or 1, arguments.get("num_layers") or 1
     if not isinstance(frequency, list | tuple):
+        # As Megatron: layer 0 is the first of every N with experts.
         frequency = [int(number % frequency == 0) for number in range(layers)]
     dense = [number for number, has_experts_there in enumerate(frequency) if not has_experts_there]
     is_valid = len(frequency) == layers > len(dense) and set(frequency) <= {0, 1}
@@ -115,6 +118,8 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "shared_expert_gate": bool(arguments.get("moe_shared_expert_gate", False)),
         "router_score": "sigmoid" if is_sigmoid else "softmax",
         # Softmax over the top k logits (not pre_softmax) is softmax over all, normalized over the top k.
+        # With sigmoid Megatron divides by the sum of the chosen scores unless there is one
+        # (`topk_routing_with_score_function`).
         "router_normalize": top_k > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
         "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
         "expert_groups": groups,
@@ -178,10 +183,12 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
         "moe_router_group_topk": model.expert_groups_top_k if is_limited else None,
         "moe_router_enable_expert_bias": model.router_bias,
         "moe_router_bias_update_rate": model.router_bias_update_rate,
+        # mtjax's loss is per sample.
         "moe_router_load_balancing_type": "seq_aux_loss" if model.router_aux_loss else "none",
         "moe_aux_loss_coeff": model.router_aux_loss,
         "moe_z_loss_coeff": model.router_z_loss or None,
         "moe_input_jitter_eps": model.router_jitter or None,
+        # As mtjax computes; Megatron's default is the type of the activations.
         "moe_router_dtype": "fp32",
         "moe_expert_capacity_factor": None,
         "moe_grouped_gemm": is_grouped,
@@ -215,6 +222,7 @@ def by_expert(tensors: Mapping[str, Any], rank: int, ranks: int) -> Iterator[tup
     for name, tensor in tensors.items():
         router = tensors.get(f"{match[1]}.router.weight") if (match := _ALL_IN_ONE.fullmatch(name)) else None
         if match and router is not None:
+            # The tensor's shape does not show how many experts it has; the router's does.
             count, hidden = router.shape[0] // ranks, router.shape[1]
             shape = (count, hidden, -1) if match[2] == "1" else (count, -1, hidden)
             for i, matrix in enumerate(tensor.reshape(shape)):

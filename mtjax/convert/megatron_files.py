@@ -64,7 +64,9 @@ class MegatronCheckpoint:
         first_path = files_of[min(files_of)]
         first = load(first_path)
         with understood(str(first_path)):
+            # Megatron's default for a file without it, of the first versions.
             self.version = float(first.get("checkpoint_version") or 0)
+            # Arguments of the model are the same in every rank's file.
             args = first.get("args") or {}
             self.arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else vars(args)
         grid = _grid(self.folder, files_of, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
@@ -190,6 +192,7 @@ def loaded(path: Path) -> Any:
     torch = require("torch", "megatron")
     serialization = torch.serialization
     try:
+        # Lists the names without constructing anything.
         named = serialization.get_unsafe_globals_in_checkpoint(str(path))
         with serialization.safe_globals([_harmless(name) for name in named]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -202,6 +205,7 @@ def loaded(path: Path) -> Any:
 def _harmless(name: str) -> Any:
     if name == "argparse.Namespace":
         return argparse.Namespace
+    # torch accepts a pair of a class and the name that it replaces.
     return type(name.rpartition(".")[2], (_Nothing,), {}), name
 
 
@@ -245,6 +249,7 @@ def _stage_chunk(models: list[list[Any]], path: Path) -> _StageChunk:
             f"{path} and the same file of other expert-parallel ranks differ in the shapes of {', '.join(odd)}"
         )
     # Layers are numbered from 0 within the chunk.
+    # A stage may have no layers, only the embedding or the loss.
     layers = {int(match[0]) for name in tensors[0] if (match := _LAYER.search(name))}
     return _StageChunk(tensors, max(layers, default=-1) + 1)
 

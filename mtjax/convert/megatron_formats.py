@@ -23,6 +23,7 @@ def checkpoint_folder(folder: Path) -> Path:
       UserError: there is none.
     """
     check_folder(folder)
+    # The folder of one iteration may be named itself.
     if has_checkpoint(folder):
         return folder
     tracker = folder / MEGATRON_TRACKER
@@ -40,11 +41,13 @@ def checkpoint_folder(folder: Path) -> Path:
 
 def iteration_folder(word: str) -> str:
     """Returns the name of the folder that Megatron's tracker file refers to."""
+    # A damaged tracker gives iter_0000000, which then does not exist.
     return word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}"
 
 
 def has_checkpoint(folder: Path) -> bool:
     """Returns whether a folder holds the files of a checkpoint in any of Megatron's formats."""
+    # Any of these: an unfinished save is then refused by what it lacks, not as something unknown.
     signs = ("mp_rank_*", METADATA_FILE, BACKEND_FILE, "*.distcp")
     return any(any(folder.glob(sign)) for sign in signs)
 
@@ -57,6 +60,7 @@ def is_torch_dist(folder: Path) -> bool:
     """
     if any(folder.glob("mp_rank_*")):
         return False
+    # torchtitan's checkpoints and unfinished ones have .metadata as well.
     if not (folder / BACKEND_FILE).is_file():
         raise UserError(_without_backend(folder))
     backend = sharded_backend(folder)

@@ -61,6 +61,7 @@ class FullStates:
         """
         self._files, self.kind = files, kind
         self.shapes = files.shapes
+        # The two names of float32 weights, by format.
         names = (WEIGHTS, "fp32_param") if kind == WEIGHTS else (kind,)
         stored = {
             match[2]: key for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key)) and match[1] in names
@@ -71,6 +72,7 @@ class FullStates:
         if absent := files.files.missing_files(stored.values()):
             raise UserError(f"{files.folder} lacks {len(absent)} of its files: {', '.join(absent[:5])}")
         self._tensors = {key: files.files.tensor(stored[key]) for key in wanted}
+        # Shapes are checked before anything is written.
         for key, tensor in self._tensors.items():
             self._parts(key, tensor)
 
@@ -84,10 +86,13 @@ class FullStates:
         if parts is None:
             return tensor.read(index)
         shape, grid, part = self._files.tensors[key].shape, parts, tensor.shape[-1]
+        # If layers (and experts) are cut one by one, only the parts of this one are read; else all, of which it is cut
+        # out.
         ahead = len(index) if grid[: len(index)] == shape[: len(index)] else 0
         numbers, shape, grid = tensor.read(index[:ahead]), shape[ahead:], grid[ahead:]
         assert math.prod(s // g for s, g in zip(shape, grid, strict=True)) == part
         cut = numbers.reshape(*grid, *(s // g for s, g in zip(shape, grid, strict=True)))
+        # [grid..., part...] -> [grid, part, grid, part, ...], which merges to the shape of the tensor.
         axes = [axis + half * len(grid) for axis in range(len(grid)) for half in range(2)]
         return cut.transpose(axes).reshape(shape)[index[ahead:]]
 
@@ -120,6 +125,7 @@ class _Buckets:
         self._keys = {}
         for key in files.files.keys:
             if match := _OF_BUCKET.fullmatch(key):
+                # No `chained_N` is the only optimizer, 0.
                 optimizer, *numbers = (int(number or 0) for number in match.groups()[:-1])
                 self._keys[(optimizer, *numbers, match[5])] = key
         if absent := files.files.missing_files(self._keys.values()):
@@ -182,11 +188,13 @@ class _LegacyBuckets:
         """
         total = len(self._buffer(rank, buffer, WEIGHTS))
         degree = lambda name: int(self._arguments.get(name) or 1)  # noqa: E731
+        # Data parallel ranks, on which the default size of buckets depends (`DistributedDataParallel`).
         ranks = degree("world_size") // (degree("tensor_model_parallel_size") * degree("pipeline_model_parallel_size"))
         usual = max(DEFAULT_BUCKET, DEFAULT_BUCKET_OF_RANK * ranks)
         given = self._arguments.get("ddp_bucket_size")
         count = self._arguments.get("ddp_num_buckets")
         parts = sum(tensors.values()) // count if count else None
+        # None first: one bucket is Megatron's choice without --overlap-grad-reduce.
         for least in (None, given, parts, usual):
             sizes = bucket_sizes(tensors, least, self._shared)
             if sum(sizes) == total:
@@ -216,6 +224,7 @@ class _LegacyBuckets:
         tensors, experts = len(self._grid), len(self._grid[0][0])
         above, tensor = divmod(rank.number, tensors)
         stage, expert = divmod(above, experts) if rank.optimizer == EXPERT else (above, 0)
+        # The state of dense parameters is in the folder of the first expert-parallel rank.
         path = self._grid[tensor][stage][expert].with_name(LEGACY_FILE)
         if path not in self._loaded:
             if not path.is_file():
@@ -285,7 +294,9 @@ def open_optimizer(
     degrees = Degrees.of(arguments, model.num_layers, str(files.folder))
     shapes = local_shapes(selection, rows, degrees.tensor)
     in_buffers = lambda kind: BufferStates(buckets, kind, shapes, degrees, arguments, copy)  # noqa: E731
+    # Compares the sizes of all buffers before anything is written.
     in_buffers(WEIGHTS)
+    # A bucket that no rank's layout reaches: there are more ranks or buffers than the arguments say.
     if isinstance(buckets, _Buckets) and (unused := buckets.unused()):
         raise UserError(
             f"{files.folder}: the layout of the optimizer's buffers is not known: {unused[0]} is left: {SAVE_AGAIN}"

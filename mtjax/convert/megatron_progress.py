@@ -38,6 +38,8 @@ def progress_of(contents: Mapping[str, Any], optimizers: Sequence[Any], source: 
     arguments = contents.get("args")
     arguments = arguments if isinstance(arguments, Mapping) else vars(arguments) if arguments else {}
     groups = [group for state in optimizers for group in state.get("param_groups", ())]
+    # Transformer Engine's and Apex's Adam count in the groups, torch's in the state of each parameter, of which
+    # torch_dist saves one `common_step`.
     steps = {group["step"] for group in groups if group.get("step") is not None}
     for state in optimizers:
         inner = state.get("state")
@@ -68,6 +70,7 @@ def optimizers_in(value: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(value, list):
         for one in value:
             yield from optimizers_in(one)
+    # `ChainedOptimizer` saves a list in the format torch, and a dict by number in torch_dist.
     elif isinstance(value, Mapping) and value and all(isinstance(key, int) for key in value):
         for one in value.values():
             yield from optimizers_in(one)

@@ -60,12 +60,14 @@ def _counts(arguments: Mapping[str, Any], num_layers: int, stages: int, chunks: 
     if (layout := arguments.get(LAYOUT)) is not None:
         return _by_layout(layout, stages)
     first, last = (next((n for name in names if (n := arguments.get(name)) is not None), None) for names in _ENDS)
+    # Megatron asserts that neither embedding nor loss is counted then.
     if first is not None or last is not None:
         ends = (first is not None) + (last is not None)
         middle, left = stages - ends, num_layers - (first or 0) - (last or 0)
         if middle < 0 or (middle and left % middle):
             return []
         totals = [*([first] * (first is not None)), *[left // max(middle, 1)] * middle, *([last] * (last is not None))]
+        # No counts: the caller reports that they do not add up.
         return [] if any(n % chunks for n in totals) else [[n // chunks] * chunks for n in totals]
     # The embedding and the loss count as a layer each.
     ahead, behind = bool(arguments.get(EMBEDDING)), bool(arguments.get(LOSS))
@@ -83,6 +85,7 @@ def _by_layout(layout: Any, stages: int) -> list[list[int]]:
     rows: Sequence[Any] = unrolled(layout).split("|") if isinstance(layout, str) else layout
     if not isinstance(rows, list | tuple) or len(rows) % stages:
         return []
+    # Megatron saves a layout as text or as lists of names.
     counts = [sum(one in ("t", "decoder") for one in row) for row in rows]
     return [counts[stage::stages] for stage in range(stages)]
 

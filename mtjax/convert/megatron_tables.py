@@ -166,6 +166,7 @@ def table(version: float, names: MegatronNames = LEGACY, queries_per_group: int 
     return Table(
         f"{models} (checkpoint_version {version:g})",
         rows,
+        # With tied embeddings alone: an untied output has the same name in Megatron-Core, and a row of its own.
         copies={names.head_copy: names.words},
         optional=("head", "order.pooler", "order.classifier"),
     )
@@ -194,6 +195,8 @@ def table_of(
     found = table(version, names, model.num_heads // num_kv_heads(model), is_grouped)
     if not model.layer_pattern:
         return found
+    # A Mamba layer's norm is fused into its first product; attention, MLP and experts have the names of a GPT's, in
+    # layers that have nothing else.
     mixer, attention = f"{names.layer}.mixer", f"{names.layer}.self_attention"
     recurrent = (
         *_norm("mamba.layers.mamba_norm", f"{mixer}.in_proj.layer_norm_"),
@@ -214,6 +217,8 @@ def layer_rows(names: MegatronNames, qkv_order: str, queries_per_group: int) -> 
     return (
         *_norm(f"{LAYERS}.attention_norm", f"{names.layer}.{names.attention_norm}"),
         *linear(f"{attention}.qkv", qkv, "embed", qkv_order),
+        # A model has either one parameter for query, key and value, or two with grouped queries; `Table.select` takes
+        # the rows of those that it has.
         *_grouped(f"{attention}.qkv", f"{qkv}.weight", "weight", " embed", queries_per_group),
         *_grouped(f"{attention}.qkv", f"{qkv}.bias", "bias", "", queries_per_group),
         *(
@@ -224,6 +229,7 @@ def layer_rows(names: MegatronNames, qkv_order: str, queries_per_group: int) -> 
         ),
         *linear(f"{attention}.output", f"{names.layer}.{names.projection}", "heads*head_dim", "embed"),
         *_norm(f"{LAYERS}.mlp_norm", f"{names.layer}.{names.mlp_norm}"),
+        # Of the two rows, `Row.fits` takes the one that has the parameter's dimensions: with a gate or without.
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "mlp"),
         # A rank has all rows of its shard of the gate, then all of its shard of the up projection.
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "gate*mlp"),

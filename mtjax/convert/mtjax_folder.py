@@ -80,6 +80,7 @@ class MtjaxSource:
         for layer, weight, *factors in saved:
             # W + (alpha / rank) A B, as in LoRA (arXiv 2106.09685), section 4.1
             update = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
+            # In float64 up to here, so that merging rounds once.
             merged = (weight + update).astype(np.float32)
             self._count_not_finite(parameter, layer, merged)
             yield merged
@@ -94,6 +95,7 @@ class MtjaxSource:
         """
         fingerprint, offset, layers = 0, 0, iter(parameter.layers)
         for block in self._blocks(parameter, prefix):
+            # Of the numbers as they are saved, before they are widened and the padding is cut off.
             fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
             wide = np.asarray(block, np.float32)
@@ -122,6 +124,8 @@ class MtjaxSource:
                 yield np.asarray(store.read().result())
                 return
             shape: Any = store.chunk_layout.read_chunk.shape
+            # Chunks are compressed: to read a layer of a chunk with several would decompress it as often as it has
+            # layers.
             layers = int(shape[0] or 1)  # 1 if layers are stored in another order
             for first in range(0, parameter.num_layers, layers):
                 yield np.asarray(store[first : first + layers].read().result())
@@ -188,6 +192,7 @@ class MtjaxSink:
             config["finetuning"] = {"labels": tables["finetuning"]["labels"]}
         metadata: dict[str, Any] = {
             "version": 1,
+            # No step of a run: training that begins from these weights counts its own.
             "step": 0,
             "consumed_samples": 0,
             "config": config,
@@ -199,6 +204,7 @@ class MtjaxSink:
             },
         }
         metadata["checksum"] = metadata_checksum(metadata)
+        # A folder without it is not a checkpoint.
         path = self._checkpoint / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(metadata))
@@ -255,5 +261,6 @@ def chunk_shape(parameter: Parameter) -> tuple[int, ...]:
     while 4 * prod(shape) > LARGEST_CHUNK:
         sharded = [i for i, axis in enumerate(parameter.axes) if axis in SPLIT and shape[i] > 8]
         at = sharded[0] if sharded else shape.index(max(shape))
+        # Halves, so that chunks of a dimension that a power of two shards end where shards do.
         shape[at] = -(-shape[at] // 2)
     return tuple(shape) if parameter.num_layers is None else (1, *shape)

@@ -73,6 +73,7 @@ class NamedWeights:
         dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
         slice_ = np.empty(tuple(sizes.values()), dtype)
         tensors = self.selection.tensors_of(parameter, layer)
+        # A layer that lacks the parameter, which has no effect there (`Tensor.first`).
         if not tensors:
             return fresh_slice(parameter, layer, self.config).astype(dtype)
         for tensor in tensors:
@@ -87,6 +88,7 @@ class NamedWeights:
         """
         # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
         first = self.shards.shard(name, 0)
+        # Such as norms, and biases of row-parallel layers, of which each rank of Megatron has all.
         if tensor.split is None:
             self.not_finite.add(name, [first])
             tensor.insert(tensor.view(first, parameter), into, parameter)
@@ -107,6 +109,7 @@ class NamedWeights:
         """
         for copy, name in self.selection.table.copies.items():
             present = copy in self.shards.shapes and name in self.shards.shapes
+            # An untied output is a tensor of its own that has the copy's name.
             if not present or any(name_of(t, layer) == copy for _, layer, t in self.selection.tensors()):
                 continue
             for rank in range(self.shards.ranks):

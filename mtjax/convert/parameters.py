@@ -12,7 +12,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 from mtjax.sharding.param_specs import ParamSpec
 
 
@@ -73,6 +73,7 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
 def _parameter(record: ParamSpec, model: Model) -> Parameter:
     distinct: list[str] = []
     for axis in record.layer_axes:
+        # A square matrix [embed, embed] would have one dimension in a dict by name.
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
     num_layers = record.shape[0] if record.is_stacked else None
     numbers = layer_numbers(model, record.name)

@@ -66,6 +66,8 @@ def write_adapters(source: WeightSource, folder: Path) -> int:
         matrices |= {copy + n.removeprefix(first): m for n, m in matrices.items() if n.startswith(f"{first}.")}
     for name, (down, up) in matrices.items():
         tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
+        # GPT-2's c_proj is a module of attention and of the MLP, with different ranks if one is adapted in parts: the
+        # longer name tells them apart.
         ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
     config = _config(source, ranks, is_transposed)
     if of_experts := [each for each in adapted if is_of_all_experts(each.tensor)]:
@@ -131,6 +133,7 @@ def _adapted_matrices(adapted: Iterable[AdaptedTensor], model_type: str) -> dict
     for weight, tensor, layer, names, arrays in adapted:
         if is_of_all_experts(tensor):
             continue
+        # peft's A and B are of the file's matrix, row by row: only parts that follow each other can be written.
         _check_order(tensor, model_type)
         down, up = factors(tensor, names, arrays)
         up = _in_rows_of_file(tensor, weight, up)
@@ -197,6 +200,7 @@ def factors(
     rows, columns = (sum(block.shape[i] for block in blocks) for i in (0, 1))
     block_diagonal, row, column = np.zeros((rows, columns), np.float32), 0, 0
     for block in blocks:
+        # Each part's rows see its own A alone.
         block_diagonal[row : row + block.shape[0], column : column + block.shape[1]] = block
         row, column = row + block.shape[0], column + block.shape[1]
     return np.concatenate([down for down, _ in each]), block_diagonal
@@ -223,7 +227,9 @@ def _config(source: MtjaxSource, ranks: dict[str, int], is_transposed: bool) -> 
         "bias": "none",
         "target_modules": sorted(ranks),
         "rank_pattern": other,
+        # peft scales by alpha / rank of the module: with the sum of the ranks, alpha must grow alike.
         "alpha_pattern": {name: alpha * count / rank for name, count in other.items()},
+        # peft sets it itself for Conv1D, with a warning.
         "fan_in_fan_out": is_transposed,
         "inference_mode": True,
     }

@@ -127,10 +127,12 @@ class Adapters:
             module, depth, matrix = of_experts["module"], of_experts["depth"].count("."), of_experts["matrix"]
             self.experts.setdefault(module, {}).setdefault(depth, {})[matrix] = name
             return
+        # peft wraps what it adapts or saves; the names of the base model have neither word.
         own = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         end = next((end for end in FACTORS if own.endswith(f".{end}")), None)
         if end is not None:
             self.modules.setdefault(own.removesuffix(f".{end}"), AdapterNames()).names[FACTORS[end]] = name
+        # A kind of adapter of another version of peft: to take it for a full weight would lose it.
         elif re.search(r"\.(lora_|trainable_tokens)", own):
             raise UserError(f"{self.path.parent / TENSORS} has {name}, which mtjax does not read")
         else:
@@ -146,6 +148,7 @@ class Adapters:
         name, revision = self.config.get("base_model_name_or_path"), self.config.get("revision")
         if not name or not isinstance(name, str):
             raise UserError(f"{self.path} does not name the base model: set base_model_name_or_path to its folder")
+        # A folder wins over a model of the same name on the hub, as in transformers.
         path = Path(name).expanduser()
         folder = path if path.exists() else local_folder(Path(f"{name}@{revision}" if revision else name))
         if not (folder / "config.json").is_file():
@@ -174,11 +177,14 @@ class Adapters:
         """
         ranks, alphas = (self._pattern(key) for key in ("rank_pattern", "alpha_pattern"))
         expected = matching(ranks, module, self.config.get("r"))
+        # rank_pattern names modules by patterns: another rank shows that one was read differently, and the scale would
+        # be wrong.
         if expected != rank:
             raise UserError(f"the adapter of {module} has rank {rank}, but {self.path} says {expected!r}")
         alpha = matching(alphas, module, self.config.get("lora_alpha"))
         if type(alpha) not in (int, float) or not isfinite(alpha):
             raise UserError(f"{self.path}: lora_alpha of {module} is {alpha!r}, and must be a number")
+        # arXiv 2312.03732 (rsLoRA), else arXiv 2106.09685.
         return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
 
     def _pattern(self, key: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
     *("layers_to_transform", "ensure_weight_tying", "target_parameters"),
 }
+# Others, such as pissa and olora, subtract the first adapters from the base model's weights, which its files do not
+# show.
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights are those of its files."""
 TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
@@ -63,6 +65,7 @@ def matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 def is_named(module: str, names: Any) -> bool:
     """Returns whether a module is one of these, as in peft: a list of names or their ends, or a regular expression."""
     if isinstance(names, str):
+        # A list of linear modules that peft makes when it trains; it saves the list, so the word itself is rare.
         return names != "all-linear" and re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names or ())
 
@@ -121,5 +124,6 @@ def unread(config: Mapping[str, Any]) -> list[str]:
         )
     if task not in TASKS:
         wrong.append(f"task_type is {task!r}, whose head the base model lacks: merge the adapters with peft")
+    # Keys of versions to come, too, unless they are off.
     others = [key for key in config if key not in WITHOUT_EFFECT | READ and config[key]]
     return wrong + [f"{key} is {config[key]!r}: merge the adapters with peft" for key in others]

@@ -45,4 +45,5 @@ def _change(adapters: Adapters, name: str) -> dict[str, np.ndarray]:
     update = {"update": adapters.scale(name, len(down)) * (up @ down)}
     if "magnitude" in names:
         return update | {"magnitude": adapters.read(names["magnitude"])}
+    # An adapter that was never trained has B = 0, and changes nothing.
     return update if update["update"].any() else {}

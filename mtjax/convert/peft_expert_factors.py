@@ -59,6 +59,7 @@ def stacked_factors(
 def named_factors(tensor: Tensor, layer: int | None, pair: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns peft's names of A and B of a tensor that stacks all experts; both of a module's parameters have some."""
     module, parameter = _parameter_of(name_of(tensor, layer))
+    # peft wraps a module once for each adapted parameter, in their order: the last, down, is outside.
     wrapped = "" if parameter == DOWN else ".base_layer"
     return {f"{module}{wrapped}.lora_{matrix}.weight": array for matrix, array in zip("AB", pair, strict=True)}
 
@@ -69,5 +70,7 @@ def with_experts(config: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[s
     found = dict(config) | {"target_parameters": [f"experts.{name}" for name in names], "lora_dropout": 0.0}
     if UP in names:  # gate and up
         for pattern, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            # Gate and up are one parameter in transformers, with the sum of both ranks; alpha doubles so that the scale
+            # remains.
             found[pattern] = config[pattern] | {f"experts.{UP}": 2 * config[key]}
     return found

@@ -40,8 +40,10 @@ class TensorUpdate:
     def array(self, adapters: Adapters) -> np.ndarray:
         """Computes it."""
         a, b = adapters.read_pair(self.down, self.up)
+        # A is stacked expert by expert; in B the expert is the inner dimension of the second one.
         a, b = a.reshape(self.experts, -1, a.shape[1]), b.reshape(len(b), -1, self.experts)
         if self.expert is not None:
+            # Only this expert's factors are multiplied, not those of all experts for each of its tensors.
             a, b = a[self.expert][None], b[..., self.expert][..., None]
         if self.part is not None:
             b = np.split(b, 2)[self.part]
@@ -82,11 +84,14 @@ def updates_of(
         layer = layers.get(_number(module))
         if layer is None:
             raise UserError(f"{file} adapts {module}, but the base model {adapters.base} has no experts there")
+        # The same layer under two names: which of the adapters applies would depend on the order in the file.
         if (other := found.setdefault(_number(module), module)) != module:
             raise UserError(
                 f"{file} adapts {other} and {module}, but the base model {adapters.base} has one module of experts in "
                 "that layer: save the file again"
             )
+        # The tensors' names don't say which parameter they adapt, only how often the module is wrapped:
+        # target_parameters does.
         kinds = [kind for kind, name in enumerate(layer.names) if _is_wanted(f"{module}.{name}", wanted)]
         if len(kinds) != len(given):
             named = " and ".join(layer.names[kind] for kind in kinds) or "none of its parameters"
@@ -94,9 +99,11 @@ def updates_of(
                 f"{file} has {len(given)} adapter{'' if len(given) == 1 else 's'} of {module}, but target_parameters "
                 f"in {adapters.path} names {named}: correct target_parameters, or save the file again"
             )
+        # The first parameter is wrapped first, and so most deeply.
         for kind, depth in zip(kinds, sorted(given, reverse=True), strict=True):
             a, b = given[depth]["A"], given[depth]["B"]
             for name, tensor in layer.tensors[kind]:
+                # Files may have gate and up apart, where transformers has one parameter with one adapter.
                 part = tensor.part[1] if tensor.part else None
                 update = TensorUpdate(
                     f"{module}.{layer.names[kind]}",

@@ -60,6 +60,7 @@ class AdaptedTensors(FolderTensors):
                 f"{source} adapts {', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}, which the base "
                 f"model {adapters.base} does not have"
             )
+        # peft adapts the embedding alone and leaves a tied output as it was, for which mtjax has no second table.
         tied = {name for copy, name in table.copies.items() if not {copy} & {*self.shapes, *self._full}}
         both = sorted(tied & {*self._modules, *self._full})
         if both and not adapters.config.get("ensure_weight_tying"):
@@ -69,6 +70,7 @@ class AdaptedTensors(FolderTensors):
             )
         self._check_layers()
         for own, name in self._full.items():
+            # A full output of a tied model makes it untied.
             of = self.shapes.get(own, self.shapes[table.copies.get(own, own)])
             self._check(source, own, adapters.shape(adapters.full[name]), of)
             self.shapes = {**self.shapes, own: of}
@@ -89,6 +91,8 @@ class AdaptedTensors(FolderTensors):
 
     def _own_name(self, name: str, table: Table) -> str:
         """Returns the name in the files of a tensor in memory: the modules of some types are renamed when loaded."""
+        # peft has the names of modules in memory, for which transformers renames those of some files when it loads
+        # them.
         renamed = table.prefix + name.removeprefix("model.")
         return renamed if name not in self.shapes and renamed in self.shapes else name
 
@@ -202,6 +206,7 @@ class AdaptedTensors(FolderTensors):
 
     def grid(self, name: str) -> Any:
         """Returns the values that a quantized tensor may have, in full size; None for any other."""
+        # A merged matrix is no longer on the grid of the quantized one.
         return None if self._is_changed(name) else super().grid(name)
 
     def stored(self, name: str) -> Any:
@@ -229,6 +234,8 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     adapters, files = Adapters(folder), tokenizer_files(folder)
     if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
+    # Twice: the model is known only after the base model's config is read, and what of its tensors is shared decides
+    # how adapters are read.
     plain = describe(adapters.base, vocab_multiple)
     join_copies(adapters, plain.family.shared(plain.config.model))
     model = plain.config.model

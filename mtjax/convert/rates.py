@@ -9,7 +9,7 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import train_steps
 from mtjax.errors import UserError
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.weight_decay import make_weight_decay
 
 _ROUNDED = 1e-4

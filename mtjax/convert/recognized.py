@@ -53,6 +53,7 @@ def source_of(text: str) -> tuple[str, Path]:
       UserError: there is no such folder, or its content is not read.
     """
     folder = Path(text).expanduser()
+    # A text with a kind is KIND:DIR, whatever is in DIR.
     if text.partition(":")[0] in KINDS or not folder.is_dir():
         return parse_weights_path(text)
     found = recognized(folder)
@@ -75,6 +76,7 @@ def recognized(folder: Path) -> Recognized:
       UserError: there is no such folder, or its content is not known.
     """
     check_folder(folder)
+    # In this order: a run of mtjax has checkpoints of Orbax, and a folder of peft may have a config.json.
     for look in (_mtjax, _megatron, _torchtitan_steps, _peft, _hugging_face, _orbax):
         if found := look(folder):
             return found
@@ -87,6 +89,7 @@ def recognized(folder: Path) -> Recognized:
 def _mtjax(folder: Path) -> Recognized | None:
     if (folder / "weights" / PAGE).is_file():
         return Recognized(folder, folder / "weights", "mtjax", "a folder that mtjax convert wrote")
+    # A run's folder, or its folder of checkpoints.
     runs = (folder / "checkpoints", folder)
     if newest := _newest(path for above in runs for path in above.glob("*") if (path / PAGE).is_file()):
         return Recognized(folder, newest, "mtjax", "a run of mtjax", int(newest.name))
@@ -131,6 +134,7 @@ def _torchtitan_steps(folder: Path) -> Recognized | None:
     if not numbered:
         return None
     newest = numbered[max(numbered)]
+    # torchtitan and unknown programs write the same files: keys of the tensors tell them apart.
     found = _megatron(newest)
     assert found is not None  # it has .metadata
     return Recognized(folder, newest, found.kind, found.what, max(numbered))
@@ -171,6 +175,7 @@ def _orbax(folder: Path) -> Recognized | None:
             return None
         files, iteration = item(newest), int(newest.name)
     assert files is not None
+    # As text: its JSON has tuples of keys as strings, and only a few words are looked for.
     text = (files / ORBAX).read_text(errors="replace")
     # MaxText's trees of parameters are Flax's: `params` of the train state, `params` of the module, `decoder`.
     is_maxtext = re.search(r"'params', '(params', ')?(decoder|token_embedder)'", text) is not None

@@ -22,7 +22,7 @@ from mtjax.layout.stages import PLAIN, layer_orders
 from mtjax.runtime.checkpoints.checkpoint import checkpoint_metadata, fingerprint_of_slice, names_of, state_arrays
 from mtjax.runtime.checkpoints.corruption import with_checksum
 from mtjax.runtime.checkpoints.weights import CHECKPOINTS
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 from mtjax.train.step import make_train_step
 
 OURS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
@@ -67,10 +67,13 @@ class RunSink(MtjaxSink):
             self._fingerprints[name] = fingerprint_of_slice(array, 0)
         if differing := set(self._abstract) ^ set(self._fingerprints):
             raise UserError(f"a run of mtjax has other arrays than were converted: {', '.join(sorted(differing))}")
+        # What Orbax reads before it opens arrays.
         (self._checkpoint / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": False}))
         now = time.time_ns()
         times = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
         (self._checkpoint / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": None, **times}))
+        # Layers are written in the model's order; a checkpoint of a run with stages would have them in that of its
+        # stages.
         saved = (
             self._config if layer_orders(self._config.model, self._config.parallel) == PLAIN else _plain(self._config)
         )
@@ -78,6 +81,7 @@ class RunSink(MtjaxSink):
         path = self._checkpoint / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(
+            # Through JSON first, so that the checksum is of what a reader parses: tuples become lists.
             json.dumps(with_checksum(json.loads(json.dumps(metadata | {"fingerprints": self._fingerprints}))))
         )
         configs.save(self._config, self._folder / "config.toml")
@@ -86,6 +90,8 @@ class RunSink(MtjaxSink):
     def _scalars(self) -> dict[str, Any]:
         """Returns the values of all arrays that are not parameters or moments."""
         counters, found = self._counters, {}
+        # As a new run of this seed begins. Megatron's own generators have no equal, so dropout masks differ from there
+        # on.
         key = jax.random.split(jax.random.key(self._config.training.seed))[1]
         for name in self._abstract:
             if name == "step":
@@ -105,6 +111,7 @@ class RunSink(MtjaxSink):
 
 def abstract_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and types of a run's state, by dotted name, on one device."""
+    # Names and shapes of the state do not depend on batches, whose sizes one device might refuse.
     one_device = configs.replace(config, rampup_batch_size=None)
     one_device = configs.replace(_plain(one_device), global_batch_size=1, microbatch_size=1)
     program = make_train_step(one_device, make_mesh(MeshShape(), jax.devices("cpu")))

@@ -18,6 +18,7 @@ from mtjax.errors import UserError, first_line, require
 from mtjax.models.weight_grid import Grid
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# transformers' limit before version 5 (`max_shard_size`).
 LARGEST_FILE = 5_000_000_000
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -54,6 +55,7 @@ class SafetensorsReader:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
             except Exception as e:  # the library's exception class is not public
                 raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
+            # A tensor may be in two files. If they agree, it does not matter which is read.
             for name in sorted(self._files.keys() & set(opened.keys())):
                 if not _are_equal(self._paths[name], path, name):
                     raise UserError(
@@ -72,6 +74,7 @@ class SafetensorsReader:
         compressed_parts = {part for name, stored in self.compressed.items() for part in stored.parts(name)}
         self.shapes = {name: shape for name, shape in self.shapes.items() if name not in compressed_parts}
         self.shapes |= {name: stored.shape for name, stored in self.compressed.items()}
+        # Scales stay among the types: 16-bit scales give 16-bit weights.
         of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self.compressed}
         self._codes = {name: code for name, code in codes.items() if name not in of_packed}
         self.dtype = _common_dtype(folder, self._codes)
@@ -128,6 +131,7 @@ def _common_dtype(folder: Path, codes: Mapping[str, str]) -> str:
     """Returns the dtype of weights of these types, float32 if they have several."""
     names = {code: name for name, code in CODES.items()}
     used = {names[code] for code in codes.values() if code in names}
+    # Integers may be buffers, which `ignore` removes later; `check_floats` then reports what is left.
     odd = {code: name for name, code in codes.items() if code not in names and code.startswith(("F", "BF"))}
     if odd or not used:
         kinds = ", ".join(f"{code} ({odd[code]})" for code in sorted(odd)) or "only integers"
@@ -182,6 +186,7 @@ def _files_of(folder: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
             raise UserError(f"{folder / INDEX} is not an index of safetensors files: {first_line(e)}") from e
         for name in files:
+            # An index from the internet must not name files elsewhere.
             if not isinstance(name, str) or "\0" in name or PurePath(name).name != name or name == "..":
                 raise UserError(f"{folder / INDEX} names {name!r}, which is not a file in its folder")
         missing = [name for name in files if not (folder / name).is_file()]

@@ -58,6 +58,7 @@ NO_HINTS = Hints()
 
 def vocab_multiple_for(mesh_shape: MeshShape) -> int:
     """Returns a multiple to which a vocabulary is padded so that the mesh divides it."""
+    # 128 as Megatron's --make-vocab-size-divisible-by.
     return math.lcm(128, mesh_shape.degree(TENSOR.rules.vocab))
 
 
@@ -216,6 +217,7 @@ class SavedModel:
             facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
             stats = [(name, path.stat()) for name, path in self._files()]
+            # Not of their content, which takes minutes for large weights: `content` is that.
             facts = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -284,6 +286,8 @@ class SavedModel:
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
         with BytesProgress("reading weights", total) as progress:
             for name, leaf in targets.items():
+                # One parameter at a time on the host, in full: sources are read layer by layer, and devices need shards
+                # of all layers.
                 array = _stacked(self.source, name, rows, order_of(name, sharded_model.layer_orders)).astype(leaf.dtype)
                 # A model may be run with a shorter sequence than it was trained with.
                 array = array[: leaf.shape[0]] if name == POSITIONS else array

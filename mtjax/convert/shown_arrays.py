@@ -52,6 +52,7 @@ def _cells(row: ShownArray) -> tuple[str, str, str]:
 def _bytes(dtype: str) -> int:
     if dtype in DTYPES:
         return DTYPES[dtype].itemsize
+    # Names of types that numpy lacks: f8_e4m3 has 8 bits, i32 has 32.
     digits = "".join(letter for letter in dtype.partition("_")[0] if letter.isdigit())
     return max(1, int(digits or 8) // 8)
 
@@ -106,7 +107,9 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
     """
     try:
         with path.open("rb") as file:
+            # The format begins with the length of its header, 8 bytes, little-endian.
             (length,) = struct.unpack("<Q", file.read(8))
+            # A file that is not of the format may begin with any number.
             text = file.read(min(length, _LARGEST_HEADER))
         header = json.loads(text)
         if not all(isinstance(value, dict) for value in header.values()):
@@ -122,6 +125,7 @@ def _of_orbax(files: Path) -> Iterator[ShownArray]:
     """Yields the arrays of a checkpoint of mtjax, or of any program that writes with Orbax."""
     from mtjax.runtime.checkpoints.arrays import open_array
 
+    # mtjax's checkpoints have the arrays in `state`, other programs' anywhere.
     state = files if (files / ORBAX).is_file() or not (files / "state").is_dir() else files / "state"
     for name in _names(files, state):
         try:
@@ -146,4 +150,5 @@ def _names(files: Path, state: Path) -> list[str]:
 
 
 def _is_skipped(value: Mapping[str, Any]) -> bool:
+    # Orbax lists empty nodes of a tree, too, which have no array.
     return bool(value["value_metadata"].get("skip_deserialize"))

@@ -85,6 +85,7 @@ class Sink(Protocol):
 def convert(source: WeightSource, sink: Sink, task: str) -> int:
     """Copies every parameter; returns the number of weights."""
     parameters = list(source.parameters.values())
+    # float32, whatever is read and written: the share of the work is what counts.
     total = sum(p.nbytes * (p.num_layers or 1) for p in parameters)
     done = numbers = 0
     with BytesProgress(task, total) as progress:
@@ -108,10 +109,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: name a new folder, or remove it first")
+    # Beside the target: a rename between file systems would copy.
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         yield partial
+        # An empty folder, which `rename` would not replace on all systems.
         if target.exists():
             target.rmdir()
         # Atomic: the target is either complete or does not exist.
@@ -128,6 +131,7 @@ def carry_files(origin: Origin, target: Path) -> list[str]:
     if origin.generation_config.is_file():
         paths[GENERATION_CONFIG] = origin.generation_config
     for name, path in paths.items():
+        # Chat templates with names are in a folder of their own.
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     return list(paths)
@@ -136,13 +140,11 @@ def carry_files(origin: Origin, target: Path) -> list[str]:
 def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
     """Copies the tokenizer's files, and writes a tokenizer.json if it has none; returns their names.
 
-    In a Hugging Face folder without a tokenizer.json, how the tokenizer is read may depend on `config.json`, which is
-    not copied.
-
     Raises:
       UserError: mtjax can't read the tokenizer.
     """
     names = carry_files(origin, target)
+    # Without a tokenizer.json, how a tokenizer is read may depend on `config.json`, which is not copied.
     if tokenizer := tokenizer_to_write(origin):
         tokenizer.save(target)
         names.append(TOKENIZER_JSON)
@@ -228,6 +230,7 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
       UserError: a setting is missing or of the wrong type, or settings are incompatible; `source` names the file.
     """
     default = vars(Model())
+    # None stands for a key that a file lacks; where mtjax's default is None, too, the setting may be absent.
     missing = [name for name, value in settings.items() if value is None and default[name] is not None]
     if missing:
         raise UserError(f"{source} is missing {', '.join(missing)}")

@@ -103,6 +103,7 @@ class Tensor:
     def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
         """Selects this tensor's rows from the tensor in the file; returns a view if `array` is contiguous."""
         if self.rows is not None:
+            # A rank's shard has its share of each part: all positions shrink alike.
             ranks = self.rows.of // array.shape[0]
             first = self.rows.first // ranks
             return array[first : first + self.rows.count // ranks]
@@ -162,6 +163,7 @@ class Tensor:
         sizes = dict(zip(axes, view.shape, strict=True))
         if self.order is not None:
             axis, order = self.order
+            # `order` says where in the file each index of the parameter is; writing needs the inverse.
             view = view.take(np.argsort(order), axes.index(axis))
         order = [axes.index(axis) for group in self.dims for axis in group]
         return view.transpose(order).reshape(self._shape_without_slots(sizes))
@@ -242,11 +244,14 @@ class Table:
         rows = {
             row.ours: row.numbered(tuple(number // self.sublayers for number in parameters[row.ours].numbers))
             for row in self.rows
+            # Of rows with the same name, the last that fits: alternatives differ in their dimensions.
             if row.ours in parameters and row.fits(parameters[row.ours])
         }
         # The model's output is not tied to the embedding.
         if OUTPUT in parameters:
+            # An untied output of BERT has a bias of its own, beside that of the head.
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
+        # Never dropped silently: a parameter without a row would be lost when written, and random when read.
         without_row = [name for name in parameters if name not in rows]
         if without_row:
             raise UserError(f"{self.format} does not have these parameters of the model: {', '.join(without_row)}")

@@ -65,6 +65,7 @@ class MtjaxRun:
         self.expert = expert
         self.step = int(weights.metadata["step"])
         self.past = Past.from_metadata(self.step, weights.metadata)
+        # Adam's own count comes first in optax's chain, that of the learning rate schedule last.
         counts = [self._scalar(name) for name in self._names if _COUNT.fullmatch(name)]
         self.updates, self.scheduled = int(counts[0]), int(counts[-1])
 
@@ -114,10 +115,12 @@ class MtjaxRun:
         return {
             "max_lr": options.learning_rate,
             "lr_warmup_steps": options.warmup_steps * size,
+            # Samples: with a ramp of batch sizes fewer were consumed, and the rates would be those of another step.
             "num_steps": self.scheduled * size,
             "lr_decay_style": options.decay_style,
             "lr_decay_steps": (horizon.decay_steps or train_steps(self.config.training)) * size,
             "min_lr": options.min_learning_rate,
+            # Megatron asserts that both ends agree where the decay does not grow.
             "start_wd": options.weight_decay if options.weight_decay_style == "constant" else start,
             "end_wd": options.weight_decay,
             "wd_incr_style": options.weight_decay_style,
@@ -200,8 +203,10 @@ class MtjaxRun:
             "split": self.config.data.split,
             "use_distributed_optimizer": True,
             "no_save_optim": False,
+            # States of torch's generators have no equal in a run of mtjax; Megatron then seeds its own.
             "no_save_rng": True,
             "expert_model_parallel_size": self.expert,
+            # As one rank would have saved it: Megatron reshards a checkpoint that is fully reshardable.
             "world_size": 1,
             "data_parallel_size": 1,
         }

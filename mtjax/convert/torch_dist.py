@@ -26,6 +26,7 @@ COMMON_STATE = "common_state/"
 LAYERS = "decoder.layers."
 OPTIMIZER = ("optimizer.", "chained_")
 """What the keys of an optimizer's state begin with."""
+# Of torch's generators and of Megatron's re-run machine, not of the model.
 UNREAD = ("rng_state", "rerun_state")
 MLP_NORM, EXPERTS_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 _ROUTER = "mlp.router.weight"
@@ -109,6 +110,7 @@ class TorchDistCheckpoint:
             if match is None:
                 yield name, index
                 continue
+            # The experts' dimension comes behind that of the layers, if there is one.
             for expert in range(_size(tensor, len(index))):
                 yield f"{match[1]}.local_experts.{expert}.{match[2]}", (*index, expert)
 
@@ -118,6 +120,7 @@ class TorchDistCheckpoint:
         start, _, kind = key.partition(MLP_NORM)
         if kind and f"{start}{_ROUTER}" in self.tensors:  # what the implementation `local` calls the experts' norm
             name = f"{start}{EXPERTS_NORM}{kind}"
+        # `decoder.layers.mlp...` is stacked over layers, `decoder.layers.3.mlp...` is of one (non_homogeneous_layers).
         is_stacked = key.startswith(LAYERS) and not key.removeprefix(LAYERS).partition(".")[0].isdigit()
         if not is_stacked:
             yield name, ()

@@ -72,6 +72,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        # io's numbers: SEEK_SET, SEEK_CUR, SEEK_END.
         self._at = (0, self._at, self._length)[whence] + offset
         return self._at
 
@@ -99,6 +100,7 @@ class Archive:
           UserError: it is not such an archive.
         """
         try:
+            # Unbuffered: the window above has a buffer of its own.
             with self.path.open("rb", buffering=0) as file:
                 size = self.path.stat().st_size
                 length = size - self.start if self.length is None else self.length
@@ -108,8 +110,10 @@ class Archive:
                     )
                 window = _Window(file, self.start, length)
                 with zipfile.ZipFile(io.BufferedReader(window, 4096)) as archive:
+                    # torch names the folder in the zip after the file.
                     root = next(n for n in archive.namelist() if n.endswith("/data.pkl")).removesuffix("data.pkl")
                     order = f"{root}byteorder"
+                    # Older archives lack the entry.
                     if order in archive.NameToInfo and archive.read(order) != b"little":
                         raise UserError(f"{self.path} was saved on a big-endian machine, which mtjax does not read")
                     yield archive, window, root
@@ -140,18 +144,23 @@ class Archive:
                 raise UserError(f"{self.path} holds at byte {self.start} no tensor, or one of an unknown type")
             info, dtype = archive.getinfo(f"{root}data/{entry.storage}"), DTYPES[entry.dtype]
             window.seek(info.header_offset)
+            # The local header's extra field differs from that of the list of members: torch aligns the numbers with it.
             name, extra = struct.unpack("<HH", window.read(_LOCAL_HEADER)[26:])
             begin = info.header_offset + _LOCAL_HEADER + name + extra
             end = begin + info.file_size
+            # Compressed bytes can't be mapped; torch.save stores them as they are.
             is_stored = info.compress_type == zipfile.ZIP_STORED and end <= window.seek(0, io.SEEK_END)
         steps = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True))
         if 0 in entry.shape:
             return np.zeros(entry.shape, dtype), entry.dtype
         if not is_stored or (entry.first + steps + 1) * dtype.itemsize > info.file_size:
             raise UserError(f"{self.path} is corrupted: the tensor at byte {self.start} does not fit its bytes")
+        # As bytes first: the start of an archive in a .distcp file is not aligned to the numbers' size.
         raw = np.memmap(self.path, np.uint8, "r", self.start + begin, (info.file_size,))
         flat = raw[: info.file_size // dtype.itemsize * dtype.itemsize].view(dtype)[entry.first :]
+        # A saved tensor may be a view of a larger storage, such as a transposed one.
         strides = [stride * dtype.itemsize for stride in entry.strides]
+        # Within the bounds that were checked above: strides of a damaged file would read elsewhere.
         return np.lib.stride_tricks.as_strided(flat, entry.shape, strides, writeable=False), entry.dtype
 
 
@@ -178,6 +187,7 @@ class StoredTensor:
         """
         self._folder, self.key, self.dtype, self.shape, self.chunks = folder, key, dtype, shape, tuple(chunks)
         self._check_boxes()
+        # An optimizer's tensor may have thousands of chunks, and is read layer by layer.
         self._by_row: dict[int, list[StoredBox]] = defaultdict(list)
         for chunk in chunks:
             self._by_row[chunk.offsets[0] if shape else 0].append(chunk)
@@ -202,6 +212,7 @@ class StoredTensor:
         return self._box((start, *(0,) * (len(self.shape) - 1)), (stop, *self.shape[1:]))
 
     def _box(self, low: Sequence[int], high: Sequence[int]) -> np.ndarray:
+        # Not zeros: `_check_boxes` has made sure that the chunks fill it.
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], DTYPES[self.dtype])
         for chunk in self._near(low, high):
             begin = [max(a, o) for a, o in zip(low, chunk.offsets, strict=True)]
@@ -212,6 +223,7 @@ class StoredTensor:
 
     def _near(self, low: Sequence[int], high: Sequence[int]) -> Iterable[StoredBox]:
         """Returns the chunks that may share a row of the first dimension with a box."""
+        # For a wide box looking at all chunks is as fast as looking up each row.
         if not self.shape or high[0] - low[0] + self._tallest > len(self._by_row):
             return self.chunks
         rows = range(low[0] - self._tallest + 1, high[0])
@@ -220,6 +232,7 @@ class StoredTensor:
     def _numbers(self, chunk: StoredBox) -> np.ndarray:
         entry = chunk.entry
         array, dtype = Archive(self._folder / entry.file, entry.offset, entry.length).tensor()
+        # Files and list must be of one save: a folder into which a run saved twice has chunks of both.
         if array.shape != chunk.sizes or dtype != self.dtype:
             raise UserError(
                 f"{self._folder / entry.file} holds {dtype} {list(array.shape)} at byte {entry.offset}, and "
@@ -236,9 +249,11 @@ class StoredTensor:
             fits = len(offsets) == len(sizes) == len(self.shape) and min((*offsets, *sizes), default=0) >= 0
             if not fits or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UserError(f"{name} is {list(self.shape)}, and has a chunk of {list(sizes)} at {list(offsets)}")
+        # Boxes of no numbers may have the place of others.
         filled = [box for box in boxes if math.prod(box[1])]
         if pair := overlapping(filled):
             raise UserError(f"{name} has chunks that overlap: {_text(pair[0])} and {_text(pair[1])}")
+        # Without overlaps, as many numbers as the tensor has are all of it.
         found, needed = sum(math.prod(sizes) for _, sizes in filled), math.prod(self.shape)
         if found != needed:
             raise UserError(f"{name} has chunks with {found} of its {needed} numbers: some are missing")
@@ -307,6 +322,7 @@ class DistributedCheckpoint:
         try:
             self._described: Mapping[str, Any] = dict(meta.state_dict_metadata)
             self._entries = dict(_entry(index, info) for index, info in meta.storage_data.items())
+            # Tensors have chunks; what lacks them is a pickled object.
             self.keys = tuple(key for key, value in self._described.items() if hasattr(value, "chunks"))
         except (AttributeError, TypeError, ValueError) as e:
             raise UserError(f"{path} does not describe a checkpoint: {e}") from e
@@ -321,6 +337,7 @@ class DistributedCheckpoint:
         try:
             value = self._described[key]
             shape = tuple(value.size)
+            # By the version of torch, the state of TensorProperties is a dict or a tuple.
             dtype = value.properties.dtype if hasattr(value.properties, "dtype") else value.properties.state[0]
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
             if not all(isinstance(number, int) for number in (*shape, *(n for box in boxes for of in box for n in of))):

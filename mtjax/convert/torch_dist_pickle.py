@@ -67,6 +67,7 @@ class Record:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
+        # pickle's protocol for objects with __slots__.
         if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
             state = {**(state[0] or {}), **(state[1] or {})}  # __dict__ and __slots__
         if isinstance(state, dict):
@@ -107,6 +108,7 @@ class TensorEntry:
 def _rebuilt(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> TensorEntry:
     """Replaces `torch._utils._rebuild_tensor_v2` and `_v3`, which has the type after `requires_grad` and hooks."""
     dtype = more[2] if len(more) > 2 and isinstance(more[2], str) else storage[0]
+    # Negative strides or offsets would read outside of the storage; torch has none.
     numbers = (first, *shape, *strides)
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or len(shape) != len(strides):
         raise UserError(f"a tensor of shape {tuple(shape)}, strides {tuple(strides)} and first element {first}")
@@ -155,6 +157,7 @@ class TensorUnpickler(_Refusing):
         **_SHAPES,
         ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
         ("torch._utils", "_rebuild_tensor_v3"): _rebuilt,
+        # nn.Parameter around a tensor, with flags of autograd.
         ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
         **{(module, name): dtype for module in ("torch", "torch.storage") for name, dtype in STORAGES.items()},
     }
@@ -178,9 +181,11 @@ class StateUnpickler(TensorUnpickler):
 
     def unknown(self, module: str, name: str) -> Any:
         """Returns a class of records, or refuses what the standard library has."""
+        # Python 2's names, which pickles of protocol 2 have.
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         if (module, name) in self.known:
             return self.known[module, name]
+        # Refused, not replaced: a pickle that names os.system is an attack, and the user should know.
         if module.partition(".")[0] in sys.stdlib_module_names and module.partition(".")[0] != "enum":
             return super().unknown(module, name)
         return _record(name)

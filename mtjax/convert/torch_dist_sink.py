@@ -67,11 +67,13 @@ class TorchDistSink:
             )
         if model.family == "retro":
             raise UserError("a retro is written in the format torch only: remove --ckpt-format torch_dist")
+        # Padded for one tensor-parallel rank: Megatron pads or cuts the table when it loads with other degrees.
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, 1, 1, False)
         keys = HYBRID if model.layer_pattern else TRANSFORMER_ENGINE
         self._selection = table_of(model, keys, VERSION, is_distributed=True).select(parameters)
+        # Megatron stacks layers over the model only if all are alike (non_homogeneous_layers).
         self._is_stacked = not dense_layers(model) and not model.layer_pattern
         self._content: dict[str, Any] = {
             "singleton_local_shards": False,
@@ -102,6 +104,7 @@ class TorchDistSink:
             if prefix and name.endswith(BIAS):  # not trained by Adam
                 continue
             numbers = tensor.extract(array, parameter)
+            # Routers' biases remain float32.
             numbers = numbers if name.endswith(BIAS) else narrowed(numbers, dtype, name)
             shape = tensor.shape(sizes)
             key, index, above = self._key(name)
@@ -121,6 +124,7 @@ class TorchDistSink:
         for module in self._modules_with_state():
             key, index, above = self._key(f"{module}.")
             part, of = (".".join(map(str, numbers)) for numbers in ((index, above) if index else ((0,), (1,))))
+            # The key of Megatron's sharded objects: NAME/shard_INDEX_COUNT.
             self._writer.object(f"{key}{EXTRA_STATE}/shard_{part}_{of}", [None])
         self._writer.close()
         folder = self._checkpoint
@@ -171,6 +175,7 @@ def _boxes(
     if tensor.slots is None:
         yield 0, numbers
         return
+    # The rows of one kind of heads are not contiguous in the tensor: a chunk for each group.
     width = int(np.prod([sizes[axis] for axis in tensor.dims[0][1:]]))
     group, count = tensor.slots.of * width, tensor.slots.count * width
     for i in range(shape[0] // group):

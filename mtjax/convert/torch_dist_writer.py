@@ -62,6 +62,7 @@ def pickled(value: Any) -> bytes:
     Raises:
       TypeError: it holds something else.
     """
+    # Written by hand, as pickle.dumps needs the classes, which are torch's.
     return b"\x80\x02" + _pickled(value) + b"."
 
 
@@ -69,6 +70,7 @@ def _pickled(value: Any) -> bytes:
     match value:
         case None:
             return b"N"
+        # Before int, of which bool is a subclass.
         case bool():
             return b"\x88" if value else b"\x89"
         case int() | np.integer():
@@ -102,6 +104,7 @@ def _pickled(value: Any) -> bytes:
 def _integer(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
+    # One bit more than the number has, for the sign.
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 
@@ -141,6 +144,7 @@ def write_archive(file: BinaryIO, value: Any, arrays: Sequence[np.ndarray] = (),
             is_large = array.nbytes * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's rule
             start = tail.tell() + 30 + len(info.filename) + 4 + (_ZIP64 if is_large else 0)
             padding = -start % ALIGNMENT
+            # As torch pads: a reader that maps numbers needs them aligned.
             info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
             with archive.open(info, "w") as member:
                 flat = array.reshape(-1).view(np.uint8)

@@ -37,6 +37,7 @@ def step_folder(folder: Path) -> Path:
     if (folder / METADATA_FILE).is_file():
         return folder
     steps = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
+    # `.metadata` is written last.
     finished = [number for number, path in steps.items() if (path / METADATA_FILE).is_file()]
     if not finished:
         raise UserError(f"{folder} is not a checkpoint of torchtitan: it has no {METADATA_FILE}, and no step-N has one")
@@ -86,6 +87,8 @@ def names_in(names: Iterable[str]) -> ModuleNames:
         gate="w1",
         up="w3",
         down="w2",
+        # torchtitan rotates neighbouring channels, as Meta's Llama does; transformers' files have the rows in another
+        # order.
         interleaved=True,
     )
 

@@ -39,5 +39,6 @@ def parse_weights(text: str) -> tuple[str, Path]:
     Raises:
       UserError: the kind is unknown, or a model can't be downloaded.
     """
+    # A folder's name may have a colon.
     has_kind = ":" in text and not Path(text).expanduser().exists()
     return parse_weights_path(text if has_kind else f"mtjax:{text}")

@@ -32,11 +32,13 @@ def reserve(path: Path) -> None:
     """
     with path.open("r+b") as file:
         if size := os.fstat(file.fileno()).st_size:
+            # A sparse file would get its blocks when pages are written: a full disk is a SIGBUS then.
             os.posix_fallocate(file.fileno(), 0, size)
 
 
 def digest(parts: Mapping[str, Any]) -> str:
     """Returns a hash of `parts` (JSON values) as 20 hex digits, equal for equal parts on any machine."""
+    # A change of this text invalidates all caches.
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -75,6 +77,8 @@ class Cache:
             return final
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            # The lock is not removed: another process may hold the same file open, and would then lock a file that is
+            # gone.
             with _locked(self.root / f".{final.name}.lock"):
                 if not final.is_dir():
                     _build(final, parts, build)
@@ -92,6 +96,7 @@ class Cache:
     def file_digest(self, path: Path) -> str:
         """Returns a file's SHA-256, cached by path, size and time of change, so that a file is read only once."""
         status = path.stat()
+        # The inode too: `mv` keeps the time of change.
         known = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
 
         def build(folder: Path) -> None:
@@ -150,6 +155,7 @@ def cached_arrays(
                 np.save(folder / f"{name}.npy", array)
 
     folder = cache.folder(kind, parts, fill)
+    # Mapped, so that all processes of a machine share the pages.
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
 
 
@@ -175,6 +181,7 @@ def _remove_leftovers(final: Path) -> None:
     """Deletes what builders that were killed on this host left of `final`."""
     for leftover in final.parent.glob(f".{final.name}.{_host()}.*.tmp"):
         pid = leftover.name.removeprefix(f".{final.name}.{_host()}.").split(".")[0]
+        # Where there is no /proc, no process can be seen, and nothing is removed.
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -57,6 +57,7 @@ def describe_neighbours(config: Config, recorded: Sequence[NeighbourFile] = ()) 
     from mtjax.data.neighbours.reader import digest_of_neighbours
 
     of_run = {"train": None, **({"valid": None} if config.output.valid_every else {})}
+    # As many as were recorded, not as many as there are: see `digest_of_neighbours`.
     counts = {file.split: file.samples for file in recorded if file.split in of_run} or of_run
     return tuple(
         NeighbourFile(split, *digest_of_neighbours(config.data.neighbours, split, count))
@@ -109,6 +110,8 @@ def _open(opener: SplitOpener, num_samples: int, earlier: Sequence[int] = ()) ->
         return _unweighted(opener, num_samples)
     weights = normalise(given)
     *before, counts = [samples_of_each(weights, count) for count in (*earlier, num_samples)]
+    # Each dataset is asked for its share of the run alone, now and at earlier starts: its own order depends on these
+    # numbers.
     parts = [
         opener.open(source, max(counts[i], 1), [max(each[i], 1) for each in before])
         for i, source in enumerate(opener.sources)
@@ -127,6 +130,7 @@ def _unweighted(opener: SplitOpener, num_samples: int) -> BlendedDataset:
     Raises:
       UserError: there are fewer than the run needs. Megatron's blend would end there, and its training with it.
     """
+    # Megatron's blend without weights takes each dataset as it is: the lengths are its weights.
     parts = [opener.open(source, None) for source in opener.sources]
     blend = BlendedDataset(parts, None, num_samples, opener.text.cache)
     if len(blend) < num_samples:

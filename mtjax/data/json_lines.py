@@ -31,6 +31,7 @@ def read_lines(path: Path) -> list[str]:
     Raises:
       UserError: it can't be read, or is not UTF-8.
     """
+    # Not splitlines: see above.
     return [line.removesuffix("\r") for line in read_text(path).split("\n")]
 
 
@@ -47,6 +48,7 @@ def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | s
         if not isinstance(row, dict):
             yield number, "is not a JSON object"
             continue
+        # Such a string can't be written anywhere: better an error with its line than one when an answer is saved.
         half = surrogate_in(row)
         yield number, f"has {half}" if half else row
 

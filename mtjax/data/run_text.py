@@ -53,6 +53,7 @@ class RunText:
 
     def __init__(self, data: Data, tokenizer: Tokenizer | None = None) -> None:
         self.cache = Cache.of(data)
+        # First of all: everything else maps local files.
         self.data = with_local_copies(data, self.cache)
         self.notes: list[str] = []
         self._given = tokenizer
@@ -68,6 +69,7 @@ class RunText:
         if self._given is not None:
             return self._given
         tokenizer = open_tokenizer(self.name or f"hf:{self._trained_tokenizer()}", self.data.eod_token)
+        # A corpus may have been made with --eod-token, which its tokenizer's files don't say.
         if self.data.tokenizer is None and self.name is not None and self.data.eod_token is None:
             tokenizer = self._with_recorded_end(tokenizer)
         several = end_note(tokenizer)
@@ -121,6 +123,7 @@ class RunText:
         identity = {
             "text": self._identity(source),
             "tokenizer": content_digest(self.tokenizer),
+            # Not part of the digest, which is of the vocabulary and of how text is cut.
             "eod": self.tokenizer.eod,
             "options": asdict(options),
             "format": FORMAT,
@@ -146,6 +149,8 @@ class RunText:
     def _sources(self) -> list[Source]:
         """Returns the sources of all splits; the default corpus when none is named."""
         data = self.data
+        # All splits: a tokenizer must be the same for all of them, and one that is trained sees the validation text,
+        # too.
         named = [text for text in (data.data, data.train_data, data.valid_data, data.test_data) if text]
         return [source for text in named or [""] for source in parse_sources(text)]
 
@@ -190,6 +195,7 @@ class RunText:
 
     def _trained_identity(self) -> dict[str, Any]:
         texts = [self._identity(source) for source in self._sources()]
+        # Only where it is given: caches of before keep their names.
         key = {"key": self.data.text_key} if self.data.text_key else {}
         return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT, **key}
 
@@ -203,6 +209,7 @@ class RunText:
         """Returns file endings and content hashes of a source's text; addresses of files that are not local."""
         if not source.paths:
             return default_corpus.identity()
+        # The endings decide how a file is read.
         return [[Path(path).suffixes, self._file_digest(path)] for path in expand(source.paths)]
 
     def _file_digest(self, path: str) -> str:

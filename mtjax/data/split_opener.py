@@ -28,6 +28,7 @@ class SplitOpener:
     def __init__(self, config: Config, split: Split, tokenizer: Tokenizer | None) -> None:
         self.split: Split = split
         self.text = RunText(config.data, tokenizer)
+        # Of `text.data`, in which addresses in object stores are local copies.
         self.sources, self.shares = _sources_of(self.text.data, split)
         self._config = config
         self._family: FamilySamples = samples_of(config.model.family)
@@ -47,6 +48,7 @@ class SplitOpener:
         """Describes the content of a source, and which of its documents belong to this split."""
         corpus = self.corpus(source)
         begin, end = self._bounds(source, corpus)
+        # Text files too: `content` samples tokens, and a changed word may be none of them.
         content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
         return TrainingText(source.name, content, end - begin, begin, source.weight)
 
@@ -61,6 +63,7 @@ def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
       UserError: both kinds of options are given, or none for this split.
     """
     by_split = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
+    # As in Megatron: one data set that is divided, or one for each split that is not.
     if not any(by_split.values()):
         return parse_sources(data.data or ""), data.split
     if data.data:
@@ -76,6 +79,7 @@ def _bounds(source: Source, shares: str | None, split: Split, items: int) -> Bou
     bounds = split_bounds(shares, items)[split]
     if bounds is None:
         raise UserError(f"split {shares} leaves nothing for {split}; give it a share")
+    # Too few documents for the share: an error here, not a validation without samples.
     if bounds[0] == bounds[1]:
         without = ", or train without with --valid-every 0" if split == "valid" else ""
         raise UserError(

@@ -37,6 +37,7 @@ def evaluate_continuations(options: Options) -> Results:
         scorer = open_scorer(options.scorer, options.score_label, rows=options.rows)
         texts = continued(options, prompts)
         with waiting(f"scoring {len(prompts) * (options.samples + 1):,} texts with {options.scorer}"):
+            # One call for all texts: the scorer may be a program that loads a model.
             found = np.array(scorer([*prompts, *(text for each in texts for text in each)]), np.float64)
     of_prompts, scores = found[: len(prompts)], found[len(prompts) :].reshape(len(prompts), -1)
     results = summary(scores, of_prompts, options.threshold)
@@ -80,12 +81,14 @@ def continued(options: Options, prompts: Sequence[str]) -> list[list[str]]:
     """Returns the continuations of each prompt."""
     model = load_model(options.source, options.mesh, options.compute_dtype, options.tokenizer)
     engine = Engine(GenerationPrograms(model.placed, model.parameters, model.start_id), options.rows)
+    continues = not engine.is_encoder_decoder
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     done: list[list[Completion]] = []
     for index, prompt in enumerate(prompts):
         ids = tuple(model.prompt_ids(prompt))
+        # The seeds of `mtjax generate`: the same prompts and options give the same texts there.
         settings = [with_text_seed(sampling, sample, index) for sample in range(options.samples)]
-        done.append([Completion(model.tokenizer, ids, each, model.stop_ids) for each in settings])
+        done.append([Completion(model.tokenizer, ids, each, model.stop_ids, continues=continues) for each in settings])
         for completion in done[-1]:
             try:
                 engine.submit(completion.request)

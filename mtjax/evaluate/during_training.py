@@ -142,6 +142,7 @@ class RunEvaluations:
         assert self._scorer is not None  # set by open
         entries = {}
         for opened in self._opened:
+            # In memory only: the next evaluation has other weights.
             answers = SavedAnswers(None, "")
             for _ in score_all(
                 self._scorer, without_other_modules(self._scorer.sharded_model, parameters), opened.task.rows, answers

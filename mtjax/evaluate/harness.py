@@ -127,6 +127,7 @@ def run_harness(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapp
             bootstrap_iters=RESAMPLED,
             log_samples=False,
         )
+    # What lm-eval raises for a task whose output type or metrics this kind of model does not support.
     except (ValueError, AssertionError, NotImplementedError) as e:
         raise UserError(f"lm-eval can't evaluate {', '.join(loaded['tasks'])}: {first_line(e)}") from e
 
@@ -134,6 +135,7 @@ def run_harness(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapp
 def numbers_of(values: Mapping[str, Any]) -> Results:
     """Returns the numeric results of a task by names such as `acc`, or `exact_match,strict-match` with a filter."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    # lm-eval names results METRIC,FILTER, with the filter "none" where a task has no filters; `sample_len` is a count.
     return {name.removesuffix(",none"): value for name, value in numbers.items() if name != "sample_len"}
 
 

@@ -100,6 +100,7 @@ class HarnessModel:
                     f"an answer of {len(after)} tokens is longer than the sequence length of {self.longest}"
                 )
             # Long contexts are truncated at their beginning.
+            # One more than the model reads, as the last token is only predicted: lm-eval truncates so too.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(ScoredRow(np.asarray(ids, np.int32), len(ids) - len(after)))
         scores = self._scores("continuations", rows)
@@ -122,6 +123,7 @@ class HarnessModel:
         """Scores rows; saves answers next to `out`, in a file for each kind of request."""
         hashed = hashlib.sha256(self._identity.encode())
         for row in rows:
+            # The rows themselves are hashed: another few-shot number or version of a task has other rows.
             hashed.update(row.tokens.tobytes() + row.first.to_bytes(8, "little"))
         out = None if self._out is None else self._out.with_name(f"{self._out.name}.{kind}")
         with shared_answers(out, hashed.hexdigest()) as saved:
@@ -145,6 +147,7 @@ class HarnessModel:
           UserError: a task's arguments are not supported, or its texts are longer than the model's sequence.
         """
         if self._engine is None:
+            # Built by the first task that generates: the decoder holds a second copy of the weights.
             decoder = GenerationPrograms(self._scorer.sharded_model, self._parameters)
             self._engine = Engine(decoder, self._sequences)
         done, texts = 0, []
@@ -164,6 +167,7 @@ class HarnessModel:
                         f"texts of {sampling.max_tokens} tokens leave no space for a prompt in the sequence length of "
                         f"{self.longest}: lower the task's max_gen_toks"
                     )
+                # From the left, as in lm-eval: the question is at the end of the few-shot examples.
                 ids = tuple((self.encode(prompt) or [self.prefix])[-prompt_limit:])
                 text = Completion(self.tokenizer, ids, sampling, self._stop_ids, stops, on_end=count)
                 self._engine.submit(text.request)
@@ -179,6 +183,7 @@ def rolling_rows(ids: list[int], prefix: int, length: int) -> list[ScoredRow]:
         stop = min(start + length, len(ids)) + 1
         # The last window is extended to the left to `length` tokens.
         first = max(0, stop - length - 1)
+        # The first window has nothing before `prefix`; others are extended into tokens that an earlier one has scored.
         rows.append(ScoredRow(tokens[first:stop], start + 1 - first))
     return rows
 
@@ -196,10 +201,12 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     if unknown is not None:
         raise UserError(f"a task's generation_kwargs have {unknown}; supported are {', '.join(known)}")
     do_sample = arguments.get("do_sample")
+    # A temperature above 0 without do_sample samples, as in lm-eval; do_sample without a temperature is 1 as in
+    # transformers, where lm-eval's 0 would be an error.
     temperature = float(arguments.get("temperature", 1.0 if do_sample else 0.0))
     settings = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
     sampling = Sampling(
-        max_tokens=int(next((arguments[name] for name in LENGTHS if name in arguments), MOST_TOKENS)),
+        max_tokens=int(next((arguments[name] for name in LENGTHS if arguments.get(name) is not None), MOST_TOKENS)),
         temperature=0.0 if do_sample is False else temperature,
         seed=number,
         **settings,
@@ -228,6 +235,8 @@ def as_lm(model: HarnessModel) -> Any:
             return model.encode(string, add_special_tokens)
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+            # `TemplateLM` encodes context and answer together, and divides them so that the space between belongs to
+            # the answer.
             return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:

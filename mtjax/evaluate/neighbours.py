@@ -32,7 +32,7 @@ from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 GRAM = 13
@@ -97,6 +97,7 @@ class NeighbourText:
         """The chunk whose neighbours each chunk gets: another one, the same in every evaluation."""
         order = np.random.default_rng(0).permutation(self.count * self.dataset.neighbours.chunks)
         others = np.empty_like(order)
+        # A single cycle through all chunks in random order: no chunk gets its own neighbours.
         others[order] = np.roll(order, 1)
         return others
 
@@ -205,6 +206,7 @@ def results_of(text: NeighbourText, losses: dict[str, np.ndarray], mode: str) ->
     weights, bins = text.weights(), text.bins()
 
     def loss(which: np.ndarray, of: str) -> float:
+        # Weighted by the loss mask: padding and ends of documents that training does not predict count nowhere.
         return float((losses[of].astype(np.float64) * weights * which).sum() / max((weights * which).sum(), 1.0))
 
     results: dict[str, float | int] = {

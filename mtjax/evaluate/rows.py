@@ -68,6 +68,7 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[TextWindow]:
     targets = tokens - 1
     more = -(-max(targets - overlap, 0) // overlap)
     for start in range(0, (more + 1) * overlap, overlap):
+        # The first window has no predecessor that scored its beginning.
         first = start + 1 if start == 0 else start + 1 + length - overlap
         yield TextWindow(start, min(start + length + 1, tokens), first)
 
@@ -87,5 +88,6 @@ def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> 
 
 def scores_of(answers: Mapping[int, tuple[float, bool]]) -> RowScores:
     """Returns the scores of all rows from the answer to each by its number."""
+    # Answers come in the order of batches, which are grouped by length.
     in_order = [answers[number] for number in range(len(answers))]
     return RowScores(np.array([a[0] for a in in_order]), np.array([a[1] for a in in_order], bool))

@@ -69,6 +69,7 @@ def evaluate(options: Options) -> Results:
             print_header(weights.sharded_model, data_summary(task, saved_answers))
             score_rows(task.rows, weights.scorer, weights.saved.parameters(weights.sharded_model), saved_answers)
             results = task.results(scores_of(saved_answers.answers))
+            # All processes have all scores (the outputs are replicated); one writes.
             if this_process() == 0:
                 width = max(map(len, results))
                 print("\n" + "\n".join(f"{name:{width}}  {shown(value)}" for name, value in results.items()))
@@ -129,6 +130,7 @@ class AnswersIdentity:
         """A digest of all facts but those that only affect rounding, such as the mesh."""
         facts = (
             *(self.options.task, self.data, self.settings, digest_of(self.tokenizer), self.weights),
+            # Not `rows`: padding of a batch changes no score by more than rounding.
             *(self.options.compute_dtype, self.options.attention, __version__),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -263,6 +265,7 @@ def shown(value: float) -> str:
 
 def digest(path: Path) -> str:
     """Returns the digest of a file, or of both files of a corpus."""
+    # A corpus is named by its prefix, or by either of its files.
     names = [path, path.with_suffix(".bin"), path.with_suffix(".idx"), Path(f"{path}.bin"), Path(f"{path}.idx")]
     hashed = hashlib.sha256()
     for name in dict.fromkeys(name for name in names if name.is_file()):

@@ -20,7 +20,7 @@ from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.context.zigzag import token_order
 from mtjax.sharding.global_batch import context_degree, global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 SHORTEST = 64
@@ -57,6 +57,7 @@ class Scorer:
                 f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh "
                 f"{sharded_model.mesh_shape}"
             )
+        # The rows of a batch that this process gives to its devices.
         self._mine = process_rows(sharded_model.batch_sharding, self.batch)
 
     @cached_property
@@ -82,6 +83,7 @@ class Scorer:
             read = len(row.tokens) - 1
             tokens[i, :read], labels[i, :read] = row.tokens[:-1], row.tokens[1:]
             is_scored[i, row.first - 1 : read] = True
+            # Causal layers ignore padding behind a row, but a router would give it experts' capacity.
             is_read[i, :read] = True
         arrays = {"tokens": tokens, "labels": labels, PADDING_MASK: is_read.astype(np.int32)}
         local = {name: array[self._mine] for name, array in arrays.items()}

@@ -20,6 +20,9 @@ class FamilyParts:
     `analysis.anatomy.Anatomy` of a `config.Model`."""
     samples: str
     """What it reads: a `data.samples.family.FamilySamples`."""
+    stacks: str = ""
+    """Its stacks of layers: returns `layout.stacks.LayerStack`s of a `config.Model`; "" for those that `layout.stacks`
+    derives from the settings."""
     with_head: str = ""
     """Its network with a head for finetuning, such as one for classes; "" for a family that has none."""
     distilled: str = ""
@@ -71,6 +74,7 @@ FAMILIES: dict[str, FamilyParts] = {
         model="mtjax.families.retro.model:Retro",
         costs="mtjax.families.retro.costs:retro",
         samples="mtjax.families.gpt.samples:SAMPLES",
+        stacks="mtjax.families.retro.layout:retro_stacks",
     ),
 }
 """Name -> its parts. `--family` takes its choices from here."""

@@ -47,6 +47,7 @@ class EncodedSample:
 
     def begins(self, other: "EncodedSample") -> bool:
         """Returns whether the other sample begins with this one, up to its last trained token."""
+        # What follows the last trained token, such as a line break of the template, may differ.
         size = int(np.flatnonzero(self.trained).max(initial=-1)) + 1
         return np.array_equal(self.ids[:size], other.ids[:size])
 
@@ -123,6 +124,7 @@ class ChatEncoder:
     def _completion(self, chat: Chat, remarks: set[str]) -> EncodedSample:
         """Encodes prompt and completion as one text; tokens that contain characters of the completion are trained."""
         tokenizer, border = self._tokenizer, len(chat.prompt)
+        # Together: alone, the completion would get the space with which some tokenizers begin a text.
         ids, offsets = tokenizer.encode_offsets(chat.prompt + chat.completion, marked=False)
         first = next((index for index, (_, end) in enumerate(offsets) if end > border), None)
         if first is None:
@@ -135,9 +137,11 @@ class ChatEncoder:
 
     def _answer(self, template: ChatTemplate, chat: Chat, number: int, remarks: set[str]) -> EncodedSample:
         """Encodes the sample of one answer, the message with index `number`."""
+        # What the server renders when it is asked for this answer.
         prompt = template.render(chat.messages[:number], chat.inputs)
         answered = template.render_tracked(chat.messages[: number + 1], chat.inputs, to_be_answered=False)
         begin, thought = len(prompt), ""
+        # Most templates render an answer behind the generation prompt; some change what is before it.
         if not answered.text.startswith(prompt):
             begin, thought = self._begin_of_answer(template, chat, number, prompt, answered.text, remarks)
         if answered.wrote_date:
@@ -145,6 +149,7 @@ class ChatEncoder:
         ids, offsets, size = self._continued(prompt, thought + answered.text[begin:])
         if template.has_generation(chat.inputs):
             shift = len(prompt) + len(thought) - begin
+            # Blocks of earlier answers end before this one begins: these are trained on in samples of their own.
             spans = [(start + shift, end + shift) for start, end in answered.generated if end > begin]
             if thought and spans:  # the template has not rendered the reasoning, and therefore not marked it
                 spans[0] = (len(prompt), spans[0][1])
@@ -208,6 +213,7 @@ class ChatEncoder:
         # A token spans the end of the prompt and the beginning of the answer, which the model can't generate after the
         # prompt: encode the answer separately.
         text, prompt_offsets = tokenizer.decode(ids), tokenizer.encode_offsets(prompt, marked=True)[1]
+        # An anchor is right if prompt and answer decode to the whole text: neither a space is added nor one lost.
         for anchor in ANCHORS:
             lead = len(tokenizer.encode_marked(anchor)) if anchor else 0
             anchored_ids, anchored_offsets = tokenizer.encode_offsets(anchor + answer, marked=True)
@@ -225,6 +231,7 @@ class ChatEncoder:
     def _end_of_answer(self, template: ChatTemplate) -> int | None:
         """Returns the first special token after an answer, if any."""
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PROBES[0]}]
+        # From a conversation of its own: whether an answer ends with a token depends on the template alone.
         after_answer = template.render(messages, to_be_answered=False).rpartition(PROBES[0])[2]
         tokens = self._tokenizer.encode_marked(after_answer)
         return next((token for token in tokens if is_special(self._tokenizer, token)), None)
@@ -246,15 +253,18 @@ def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> 
     if tag is None:
         return 0, ""
     begin, end = f"<{tag[1]}>", f"</{tag[1]}>"
+    # The template renders the tag again: it is in the prompt already.
     if answer.lstrip().startswith(begin):
         return len(answer) - len(answer.lstrip()[len(begin) :].lstrip("\n")), ""
     content = message.get("content") or ""
     reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), None)
     if end in content:
+        # The last end: reasoning may mention the tag.
         thought, _, visible = content.rpartition(end)
         space = "" if answer.startswith(visible) else visible[: len(visible) - len(visible.lstrip())]
         return 0, thought.lstrip().removeprefix(begin).lstrip("\n") + end + space
     if reasoning:
+        # As Qwen3's template renders reasoning.
         return 0, reasoning.strip("\n") + f"\n{end}\n\n"
     remarks.add(NO_THOUGHT)
     return 0, ""

@@ -82,6 +82,7 @@ class ChatFinetuning(FinetuningObjective):
         notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         reads = have_passages([*train, *held_out])
+        # Padding may be any id: it is a segment of its own, without loss.
         pack = partial(pack_rows, model=config.model, pad=tokenizer.eod, with_passages=reads)
         packed = pack(train, length=limit)
         if not len(packed):
@@ -90,6 +91,7 @@ class ChatFinetuning(FinetuningObjective):
         longest = max([packed.longest, *(packed.tokens_taken(chat) for chat in held_out)])
         config = configs.replace(
             self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
+            # Conversations of a sequence are independent: without these two, each would read those packed before it.
             reset_position_ids=True,
             reset_attention_mask=True,
             **reading(config.model, train=packed.chats, reads=reads),
@@ -101,6 +103,7 @@ class ChatFinetuning(FinetuningObjective):
         packed, validation = (pack(chats, length=length) for chats in (train, held_out))
         if not len(validation):
             raise UserError(f"no validation row has an answer within the first {limit} tokens: raise --sequence-length")
+        # By these a resumed run detects that rows, or how they are packed, have changed.
         lengths = [len(chat.ids) for chat in packed.chats] + [len(numbers) for numbers in packed.packs]
         lengths += [zlib.crc32(chat.passages.tobytes()) for chat in packed.chats if chat.passages is not None]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
@@ -118,6 +121,7 @@ class ChatFinetuning(FinetuningObjective):
             local["sample_index"] = np.zeros(len(mine), np.uint32)
             batch = global_batch(program.batch_sharding, {n: local[n] for n in program.batch_names}, size)
             ((loss, weight),) = program.evaluation(parameters, batch).values()
+            # Sums of losses and of weights: a mean of batches would weigh tokens of short ones more.
             total, tokens = total + float(loss), tokens + float(weight)
         return {"valid_loss": total / tokens}
 
@@ -179,10 +183,12 @@ class ChatFinetuning(FinetuningObjective):
         if found.is_saved:
             return {}
         files = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
+        # The templates that were trained with replace those of the weights.
         files = {name: content for name, content in files.items() if not name.endswith(".jinja")}
         templates = {DEFAULT: template} if template else template_files(found.folder)
         for name, path in templates.items():
             files[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
+        # Without the token that ends an answer, generation would go on with the user's next turn.
         settings = read_object(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
         return files | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
 

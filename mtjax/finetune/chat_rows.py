@@ -100,10 +100,12 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
     Raises:
       UserError: the row is invalid; the message is to be printed after the number of its line.
     """
+    # Data sets of several formats have all fields in every row, null where they don't apply.
     given = {name: value for name, value in row.items() if value is not None}
     for name, (why, without_effect) in REFUSED.items():
         if name in given and given[name] not in without_effect:
             raise UserError(f"has {name} {shortened(given[name], 30)}, but {why}")
+    # KTO's format, which has prompts and completions, too, some of which are bad ones.
     if isinstance(given.get("label"), bool):
         raise UserError("has a boolean label, as in preference data, which is not supported")
     source: dict[str, Any] = {"line": line, "file": file}
@@ -113,6 +115,7 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
             raise UserError("has both messages and a completion: remove one of them")
         return _conversation(given, given["messages"], 0, source)
     if isinstance(prompt, list) and isinstance(completion, list):
+        # TRL's conversational format: answers within the prompt are context.
         return _conversation(given, [*prompt, *completion], len(prompt), source)
     if isinstance(prompt, str) and isinstance(completion, str):
         unused = [name for name in ("tools", "documents", "chat_template_kwargs") if given.get(name)]
@@ -220,6 +223,7 @@ def _check_content(message: Message, number: int, *, is_answer: bool) -> None:
       UserError: it has none, or it is not text.
     """
     content, calls = message.get("content"), any(message.get(key) for key in CALLS)
+    # OpenAI's format has null content beside tool calls.
     if message["role"] == ASSISTANT and content is None and (calls or not is_answer):
         return
     if not isinstance(content, str):

@@ -18,6 +18,7 @@ def truncation_notes(samples: Sequence[EncodedSample], length: int, unit: str) -
       length: sequence length.
       unit: plural noun for the samples.
     """
+    # A sequence of `length` tokens has `length + 1` ids: the last is a label only.
     longer = [sample for sample in samples if len(sample.ids) - 1 > length]
     lost = sum(bool(sample.trained[1:].any() and not sample.trained[1 : length + 1].any()) for sample in longer)
     empty = sum(not sample.trained[1:].any() for sample in samples)
@@ -42,6 +43,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens in a pack, the pack's index), ascending
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # The fullest pack in which the item fits.
         best = bisect.bisect_left(free, (lengths[item], -1))
         if best == len(free):
             packs.append([])
@@ -84,6 +86,7 @@ class PackedChats:
           step: each conversation begins at a multiple of it.
         """
         cut = [replace(chat, ids=chat.ids[: length + 1], trained=chat.trained[: length + 1]) for chat in chats]
+        # The first token is never a label.
         cut = [chat for chat in cut if chat.trained[1:].any()]
         return cls(cut, pack([_tokens_taken(chat, step) for chat in cut], length), length, pad, step=step)
 
@@ -105,6 +108,7 @@ class PackedChats:
             "tokens": self.pad,
             "labels": self.pad,
             "position_ids": 0,
+            # Padding is a segment of its own, so that no token of a conversation attends to it.
             "segment_ids": len(packed),
             "padding_mask": 0,
         }
@@ -118,6 +122,7 @@ class PackedChats:
             arrays["tokens"][tokens], arrays["labels"][tokens] = chat.ids[:-1], chat.ids[1:]
             arrays["position_ids"][tokens], arrays["segment_ids"][tokens] = np.arange(size), segment
             arrays["padding_mask"][tokens] = 1
+            # By label: `trained` is about the token that is predicted.
             mask[tokens] = chat.trained[1:]
             at += self.tokens_taken(chat)
         return {**arrays, "loss_mask": mask}

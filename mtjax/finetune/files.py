@@ -41,6 +41,7 @@ def read_task(config: Config, task: HasFiles) -> TaskRows:
     if not folder.is_dir():
         return _split(task.examples(folder, config), data.split)
     train = task.examples(_file(folder, task.train, task.endings), config)
+    # MNLI's second set may be missing, its first may not.
     sets = [(s, _find(folder, s.stems, task.endings)) for s in task.held_out]
     if not any(path for s, path in sets if s.is_needed):  # a folder with generic names such as dev.tsv
         stems = tuple(dict.fromkeys((*task.held_out[0].stems, *DEV.stems)))
@@ -59,6 +60,7 @@ def _split(examples: Examples, split: str) -> TaskRows:
     Raises:
       UserError: one of the two is empty.
     """
+    # The same split for all seeds: their results are compared on the same rows.
     order = np.random.default_rng(0).permutation(len(examples.rows))
     bounds = split_bounds(split, len(order))
     shares = [[examples.rows[i] for i in order[slice(*(bounds[name] or (0, 0)))]] for name in ("train", "valid")]

@@ -24,7 +24,8 @@ def classes_of(examples: Sequence[Example]) -> tuple[str, ...]:
         raise UserError(
             f"{len(examples):,} training rows have {len(labels):,} different labels ({named}): these are not classes"
         )
-    if all(label.lstrip("-").isdecimal() for label in labels):
+    # Otherwise class 10 would come before class 2, and a converted model have its numbers in another order.
+    if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))
 
@@ -85,6 +86,7 @@ def weights_of(config: Config, numbers: np.ndarray) -> np.ndarray:
         )
     if text == "balanced":
         counts = np.bincount(numbers, minlength=len(labels))
+        # scikit-learn's "balanced": every class has the same total weight.
         return (len(numbers) / (len(labels) * np.maximum(counts, 1))).astype(np.float32)[numbers]
     weights = dict.fromkeys(labels, 1.0)
     for item in text.split(","):

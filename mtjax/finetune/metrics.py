@@ -11,6 +11,7 @@ Scores = Mapping[str, float]
 def of_classes(outputs: np.ndarray, labels: np.ndarray) -> Scores:
     """Returns accuracy and macro F1, over the classes that occur in labels or predictions."""
     chosen = outputs.argmax(1)
+    # scikit-learn's default: classes in neither have no F1.
     occurring = np.union1d(chosen, labels)
     return accuracy(outputs, labels) | {"f1": float(np.mean([_f1(chosen == c, labels == c) for c in occurring]))}
 

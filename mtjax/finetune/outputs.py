@@ -10,11 +10,11 @@ from jax import Array
 from mtjax.data.samples.sample import Dataset, stack
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
+from mtjax.models.language_model import HiddenStates
 from mtjax.models.sharded_model import ShardedModel, Tree
-from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 
 
 class Outputs:
@@ -26,6 +26,7 @@ class Outputs:
 
     def compute(self, parameters: Tree, samples: Dataset) -> np.ndarray:
         """Returns float32 logits or values [rows, outputs]; for spans [rows, sequence, 2]."""
+        # sample_index only selects dropout masks.
         names, batches = [name for name in self.sharded_model.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):
             numbers = np.minimum(start + self._mine, len(samples) - 1)  # pads the last batch with the last row

@@ -36,6 +36,7 @@ class PassageEncoder:
         Raises:
           UserError: there are more passages than the model reads, or the prompt has no tokens.
         """
+        # The first trained token begins the completion.
         prompt = int(sample.trained.argmax())
         if not prompt:
             raise UserError("the prompt has no tokens, and reads passages: give it at least one")
@@ -43,6 +44,7 @@ class PassageEncoder:
         if is_cut:
             remarks.add(f"have a passage of more than {tokens.shape[1]} tokens, which is truncated")
         front = ends_in_front(prompt, self.model.retro_chunk)
+        # So that the completion begins with a chunk: a chunk reads the neighbours of the one before it.
         ids = np.concatenate([np.full(front, self.tokenizer.eod, np.int32), sample.ids])
         return EncodedSample(ids, np.concatenate([np.zeros(front, bool), sample.trained]), tokens)
 

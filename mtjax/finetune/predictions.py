@@ -75,6 +75,7 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
     outputs = Outputs(sharded_model).compute(
         saved.parameters(sharded_model), encoded.samples(config.model.sequence_length)
     )
+    # Probabilities and not logits are averaged by `mean`: models may have logits of different sizes.
     values = encoded.comparable(encoded.read(outputs).astype(np.float64))
     return Predictions(encoded, task.labels or config.finetuning.labels, examples.note, values)
 
@@ -89,6 +90,7 @@ def mean(members: Sequence[Predictions]) -> Predictions:
     for other in members[1:]:
         if other.labels != first.labels:
             raise UserError(f"the models have different classes: {first.labels} and {other.labels}")
+    # Windows of SQuAD depend on the length, so values of different models would be of different tokens.
     if len({member.values.shape for member in members}) > 1:
         raise UserError("the models have different sequence lengths: finetune them with the same --sequence-length")
     values = np.mean([member.values for member in members], axis=0)

@@ -159,6 +159,7 @@ class FinetuningObjective(Objective):
         return configs.replace(
             config,
             tokenizer=name,
+            # That of the weights, which may be larger than the tokenizer's; else random weights get the tokenizer's.
             vocab_size=config.model.vocab_size or tokenizer.vocab_size,
             sequence_length=min(config.model.sequence_length, -(-longest // step) * step),
         )

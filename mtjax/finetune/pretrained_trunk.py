@@ -55,6 +55,7 @@ class PretrainedTrunk:
                 f"sequence_length {ours.sequence_length} is above the {theirs.sequence_length} learned positions of "
                 f"{self.folder}: lower --sequence-length"
             )
+        # A task's head does not use the output table, so it is the same whether it was tied or not.
         names = ("head", "num_labels", "sequence_length", "sentence_order", "vocab_multiple", "tie_embeddings")
         names += ("lora_rank", "lora_alpha", "lora_targets")
         like_theirs = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in names})

@@ -95,6 +95,7 @@ def read_examples(path: Path, fields: FieldNames, *, labelled: bool = True) -> E
         if isinstance(row, str):
             examples.bad.append(f"line {number} {row}")
             continue
+        # The first valid row decides which alternative a file has: rows of one file have the same fields.
         if texts is None:
             texts = _chosen(path, row, fields.texts, "texts")
             names = [(name,) for name in fields.label]
@@ -130,6 +131,7 @@ def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]
         if isinstance(row, str):
             yield number, row
         else:
+            # So that a label 1 in JSON is the label "1" of a TSV.
             yield number, {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
 
 

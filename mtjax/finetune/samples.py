@@ -46,6 +46,7 @@ class RowFormat:
           UserError: a BERT's tokenizer does not have its special tokens.
         """
         pad = tokenizer.special("[PAD]")
+        # Padding is masked: any id serves where a vocabulary has none for it.
         pad = tokenizer.eod if pad is None else pad
         if family != "bert":
             return cls(False, pad, -1, tokenizer.eod)
@@ -160,6 +161,7 @@ class Samples:
         tokens[: len(ids)] = ids
         return {
             "tokens": tokens,
+            # Padding has type 0, as transformers pads.
             "token_types": ((positions >= first) & (positions < len(ids))).astype(np.int32),
             "padding_mask": (positions < len(ids)).astype(np.int32),
             "label": self.labels[index],

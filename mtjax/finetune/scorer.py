@@ -98,6 +98,7 @@ def _scores_of_command(command: str, texts: Sequence[str]) -> list[float]:
         raise UserError(f"--scorer {COMMAND}{command} can't be run: {first_line(e)}") from e
     if done.returncode:
         raise UserError(f"--scorer {COMMAND}{command} ended with exit code {done.returncode}: see its messages above")
+    # At line feeds only: `splitlines` would also divide at other separators within a line.
     found = [line for line in done.stdout.split(b"\n") if line.strip()]
     if len(found) != len(texts):
         wrote = f"wrote {len(found)} lines for {len(texts)} texts"

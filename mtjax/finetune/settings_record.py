@@ -47,12 +47,14 @@ def record_settings(config: Config, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(json.dumps({**record, folder.name: settings}, indent=2) + "\n", encoding="utf-8")
+        # Atomic: an interruption leaves the record of the earlier runs.
         temporary.replace(path)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns the settings that affect the trained model, by name, as JSON values."""
     tables = [table for section, table in configs.to_dict(config).items() if section not in FREE]
+    # Through JSON, so that tuples compare equal to the lists of a stored record.
     return json.loads(json.dumps({name: value for table in tables for name, value in table.items()}))
 
 

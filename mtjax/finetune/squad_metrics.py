@@ -10,6 +10,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 def normalised(text: str) -> str:
     """Normalizes a text for comparison."""
+    # In the order of evaluate-v2.0.py: with punctuation left, "the." would keep its article.
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

@@ -89,6 +89,7 @@ def run_sweep(
             return
         found.append({**point, **spread(values), "folder": str(folder)})
         with writing(out):
+            # After every run, so that an interrupted sweep has the results so far.
             out.mkdir(parents=True, exist_ok=True)
             (out / RESULTS).write_text(json.dumps(facts_of(found, goal), indent=2) + "\n")
     print(table(found, goal, out), flush=True)

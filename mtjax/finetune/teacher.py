@@ -20,9 +20,9 @@ from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
+from mtjax.models.language_model import HiddenStates
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
 from mtjax.models.teacher import TEACHER, TEACHER_TABLE
-from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.train.step import TrainStep
 
@@ -165,6 +165,7 @@ class Teacher:
         ours, training = program.config, program.config.training
         sizes = {"sequence_length": ours.model.sequence_length, "vocab_multiple": ours.model.vocab_multiple}
         sizes |= {"global_batch_size": training.global_batch_size, "microbatch_size": training.microbatch_size}
+        # The student's batches are read as they are: same length, rows and mesh.
         settings = sizes | {"compute_dtype": training.compute_dtype, "layers_per_stage": None, "teacher": None}
         try:
             sharded_model = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
@@ -209,11 +210,13 @@ class TeacherTargets:
         self._sharding = added[TEACHER].sharding
         self._tables: dict[str, Array] = {}
         if TEACHER_TABLE in added:
+            # A tied teacher's output table is its embedding.
             table = self.parameters.get("output", self.parameters["embedding"])
             self._tables[TEACHER_TABLE] = jax.device_put(table, added[TEACHER_TABLE].sharding)
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the batch with the teacher's outputs (hidden states, or logits of a task's head) added."""
+        # The teacher runs without dropout, for which alone samples are numbered.
         read = {name: array for name, array in batch.items() if name != "sample_index"}
         return {**batch, TEACHER: self.sharded_model.on_mesh(self._compiled, self.parameters, read), **self._tables}
 

@@ -75,6 +75,8 @@ class BeamSearch:
         Raises:
           UserError: the prompt is empty or fills the context.
         """
+        # The cache has one length from the start, as a search is not batched with other requests: with space for the
+        # padding of the prompt's last chunk, which is at most one chunk, and for all tokens to be generated.
         is_encoder_decoder, longest = self.decoder.is_encoder_decoder, self.decoder.max_sequence_length
         start = (self.decoder.start_id,) if is_encoder_decoder else tuple(prompt)
         longest_prompt = self.decoder.config.model.sequence_length if is_encoder_decoder else longest - 1
@@ -83,6 +85,8 @@ class BeamSearch:
         most = min(max_tokens, longest - len(start))
         search = _Search(self, most)
         length = doubled(self.min_cache_length, max(len(prompt) + self.chunks[-1], len(start) + most))
+        # Only slot 0 has the prompt: the first candidates all continue it, and the first `reorder` copies it to all
+        # slots.
         cache, state, drawn = self._prefill(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
         while search.extend(drawn) and not is_cancelled():
@@ -98,6 +102,7 @@ class BeamSearch:
         draws, drawn = sampling_batch(Sampling(), logprobs=True), None
         if self.decoder.is_encoder_decoder:
             length = doubled(self.chunks[0], len(prompt))
+            # The decoder's prompt is its start token alone.
             chunk = prompt_chunk(start, 0, 1, 0, draws)
             cache, state, drawn, _ = self.decoder.prefill_encoder(cache, state, encoder_input(prompt, length), chunk)
             return cache, state, drawn
@@ -123,6 +128,7 @@ class _Search:
 
     def __init__(self, options: BeamSearch, most: int) -> None:
         self._options, self._most = options, most
+        # One beam, not `beams` equal ones: these would all be continued alike.
         self._running: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
         self.finished: list[Beam] = []
         self.sources = self.newest = np.zeros(options.beams, np.int32)
@@ -134,12 +140,14 @@ class _Search:
         found = self._best(np.asarray(drawn.top_ids), np.asarray(drawn.top_logprobs))
         length = len(self._running[0][0]) + 1
         is_last = length == self._most
+        # At the maximum length every candidate is a finished beam, as in transformers.
         ends = [is_last or token in options.stop_ids for _, token, _ in found]
         for (source, token, score), has_ended in list(zip(found, ends, strict=True))[:beams]:
             if has_ended:  # candidates after the first `beams` only replace ended ones as running beams
                 ids, is_stopped = (*self._running[source][0], token), token in options.stop_ids
                 # score = log p(text) / length ** length_penalty
                 self.finished.append(Beam(ids, score / length**options.length_penalty, is_stopped))
+        # The sort is stable: of equal scores the beam that ended first stays.
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:beams]
         continuing = [each for each, has_ended in zip(found, ends, strict=True) if not has_ended][:beams]
         if is_last:
@@ -147,11 +155,14 @@ class _Search:
         self._running = [((*self._running[source][0], token), score) for source, token, score in continuing]
         self.sources = np.array([source for source, _, _ in continuing], np.int32)
         self.newest = np.array([token for _, token, _ in continuing], np.int32)
+        # The bound assumes that a running beam ends at its present length; with a penalty above 0 a longer text could
+        # still score higher. transformers stops here too, unless early_stopping is "never".
         best = (found[0][2] if options.megatron_stopping else self._running[0][1]) / length**options.length_penalty
         return len(self.finished) < beams or best > self.finished[-1].score
 
     def _best(self, likely: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, int, float]]:
         """Returns (beam, token, score) of the best candidates in descending order of score."""
+        # In float32, as transformers adds them: sums in float64 could order near ties differently.
         scores = np.array([score for _, score in self._running], np.float32)[:, None] + logprobs[: len(self._running)]
         order = np.argsort(-scores, axis=None, kind="stable")[: self._options.candidates]
         rows, columns = np.unravel_index(order, scores.shape)

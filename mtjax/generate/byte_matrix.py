@@ -38,6 +38,7 @@ class ByteMatrix(StoredWeight):
 
     def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
         """See `StoredWeight.product`."""
+        # `models.project` multiplies by `scales` afterwards, on the output: there are fewer outputs than weights.
         return matrix_product(x, self.values.astype(x.dtype), inputs, sharding)
 
     def rows(self, specs: VocabSpecs, tokens: Int[Array, "batch seq"], dtype: jnp.dtype) -> Array:
@@ -45,6 +46,7 @@ class ByteMatrix(StoredWeight):
 
         def local(table_VH: ByteMatrix, tokens_BS: Array) -> Array:
             row, owned = local_rows(specs, tokens_BS, len(table_VH.values))
+            # A row is an output of the tied logits, so its scale is that of the whole vector.
             vectors = table_VH.values[row].astype(jnp.float32) * table_VH.scales[row][..., None]
             return specs.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
 
@@ -74,7 +76,10 @@ def to_bytes(
         # An output whose weights are all 0 has scale 1, not 0 / 0.
         scales = jnp.where(largest > 0, largest / most, 1.0)
     else:
+        # All inputs of an output have the same known scale; max only removes their dimensions.
         scales = known.max(axis=axes, keepdims=True).astype(jnp.float32)
     scaled = wide / scales
+    # A cast to E4M3, which has no infinity, makes NaN of what rounds above 448; a cast to int8 would truncate, not
+    # round.
     values = jnp.round(scaled) if kind == "int8" else jnp.clip(scaled, -most, most)
     return ByteMatrix(values.astype(dtype), scales.squeeze(axes))

@@ -46,6 +46,7 @@ def empty_cache(
 
 def cache_length(cache: Cache) -> int:
     """Returns the number of tokens for which the cache has space in each sequence."""
+    # All layers have the same capacity, those with a window too, although they keep fewer tokens.
     return next((state.length for layer in cache for state in layer.values()), NO_LIMIT)
 
 
@@ -57,4 +58,6 @@ def keeps_prefix(cache: Cache, written: int, shared: int) -> bool:
     """Returns whether a sequence can be continued from its first `shared` tokens in all layers, after `written` tokens
     were written to it."""
     states = (state for layer in cache for state in layer.values())
+    # Only windows overwrite tokens. Recurrent states keep no prefix either, but `PrefixCache` restores them from
+    # snapshots.
     return all(state.keeps_prefix(written, shared) for state in states if hasattr(state, "keeps_prefix"))

@@ -97,6 +97,7 @@ class ChatTemplate:
           UserError: the template can't be read.
         """
         files = {DEFAULT: named} if named else template_files(folder)
+        # `named` replaces all templates of the folder, so it is also used with tools.
         texts: Any = {name: _read(path) for name, path in files.items()}
         # A template file takes precedence over `tokenizer_config.json`, as in transformers.
         texts = texts or read_object(folder / CONFIG).get("chat_template")
@@ -137,6 +138,8 @@ class ChatTemplate:
         template = self._chosen(inputs).template
         try:
             with self._environment.tracking() as tracking:
+                # Not `render`: the blocks so far tell at which character a `{% generation %}` block starts. Later
+                # values win: variables replace special tokens, as in transformers, but not messages or tools.
                 for block in template.generate(**{**self._names, **inputs.variables, **values}):
                     tracking.blocks.append(block)
         except Exception as e:  # a template is a program, and can fail in any way
@@ -170,6 +173,7 @@ class ChatTemplate:
                 raise UserError(f"the chat_template of {self._source} does not use {name}{known}: remove it")
 
     def _chosen(self, inputs: TemplateInputs) -> "_Compiled":
+        # As in transformers, an empty list of tools selects this template too.
         name = TOOL_USE if inputs.tools is not None and TOOL_USE in self._templates else DEFAULT
         if name not in self._templates:
             names = ", ".join(sorted(self._templates))
@@ -181,6 +185,8 @@ class ChatTemplate:
         try:
             parsed = jinja.parse(text)
             variables = {node.name for node in parsed.find_all(nodes.Name) if node.ctx == "load"}
+            # Templates write message.key, message["key"], "key" in message or message.get("key"): any string constant
+            # may be a key.
             keys = {node.attr for node in parsed.find_all(nodes.Getattr)}
             keys |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
             has_generation = GENERATION.search(text) is not None

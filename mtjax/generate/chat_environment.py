@@ -44,14 +44,18 @@ class ChatEnvironment:
           UserError: jinja2 is not installed.
         """
         jinja2, sandbox = require("jinja2", "chat"), require("jinja2.sandbox", "chat")
+        # As in transformers: each thread that renders has its own record.
         self._tracking: ContextVar[RenderState | None] = ContextVar("tracking", default=None)
         self.jinja = sandbox.ImmutableSandboxedEnvironment(
+            # These two are transformers' settings: with Jinja's defaults the line breaks after tags would be in the
+            # prompt.
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _generation_extension(self._generated)],
         )
 
         def raise_exception(message: str) -> None:
+            # Templates call this for conversations that they refuse, such as roles that do not alternate.
             raise jinja2.TemplateError(message)
 
         self.jinja.filters["tojson"] = _to_json
@@ -71,6 +75,7 @@ class ChatEnvironment:
     def _generated(self, text: str) -> str:
         tracking = self._tracking.get()
         if tracking is not None:
+            # Jinja yields this block only after it was rendered: `blocks` has exactly the text before it.
             start = sum(map(len, tracking.blocks))
             tracking.spans.append((start, start + len(text)))
         return text
@@ -103,6 +108,7 @@ def _generation_extension(generated: Callable[[str], str]) -> type:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A call block passes its rendered body as one string, so the range of characters is known.
             return nodes.CallBlock(self.call_method("_support"), [], [], body).set_lineno(line)
 
         def _support(self, caller: Callable[[], str]) -> str:

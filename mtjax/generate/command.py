@@ -37,6 +37,7 @@ def run(options: Options) -> None:
             raise UserError(
                 "there is no prompt: give prompts as arguments, --input FILE, --interactive, or text on standard input"
             )
+        # `echo` and editors end a file with a line break, after which a model would continue another paragraph.
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
         model = load_model(
@@ -117,9 +118,11 @@ def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -
         return
     with JsonLines.of(options, job.model, options.samples) as lines:
         # A search finds all samples of a prompt at once: the result is reused for the following samples of the line.
+        # -1 is no line's number.
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
         for line in lines.remaining():
             try:
+                # The seed is set for each line, also where the user gives none, and beam search does not read it.
                 if line.stops or replace(line.sampling, seed=0, max_tokens=1) != Sampling(max_tokens=1):
                     raise UserError("--beams (beam search) supports max_tokens only: remove the line's other settings")
                 if found[0] != line.number:
@@ -156,6 +159,7 @@ class GenerateJob:
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
             # An encoder-decoder's text does not continue the prompt, whose tokens are then no context for decoding.
             writer = TextWriter(tokenizer, () if self._decoder.is_encoder_decoder else prompt_ids)
+            # Without the stop token, whose name would be part of the text.
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
                 writer.add(token)
             writer.end()
@@ -177,6 +181,7 @@ class GenerateJob:
             for index, prompt, number in texts:
                 ids = self.model.prompt_ids(prompt)
                 completion = self._completion(ids, with_text_seed(options.sampling, number, index))
+                # Several texts are written at once: printed as they come, their tokens would be mixed.
                 completion.on_piece = partial(show_token, rate, completion, None)
                 if len(texts) == 1:
                     completion.on_piece = partial(show_token, rate, completion, shown_by(printer, silence))
@@ -199,6 +204,8 @@ class GenerateJob:
         max_queued = 2 * options.batch
         with JsonLines.of(options, self.model, options.samples) as lines:
             for line in lines.remaining():
+                # A document has no prompt, and its lines have an empty one: it begins after the token after which
+                # documents begin.
                 ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)
@@ -230,6 +237,8 @@ class GenerateJob:
                 ids = self.model.prompt_ids(typed)
             else:
                 messages.append({"role": "user", "content": typed})
+                # The template writes BOS and the marks of turns as text: `encode_marked` makes special tokens of them
+                # and adds none.
                 ids = tokenizer.encode_marked(template.render(messages))
             printer = TextPrinter(sys.stdout, options.show_logprobs)
             completion = self._completion(ids, with_text_seed(options.sampling, 0, next(numbers)))
@@ -237,12 +246,14 @@ class GenerateJob:
                 engine.submit(completion.request)
             except UserError as e:
                 say(f"{e}; starting a new conversation")
+                # The conversation has filled the context.
                 messages = list(first)
                 continue
             with waiting(COMPILING) as silence:
                 completion.on_piece = shown_by(printer, silence)
                 engine.run()
             printer.end()
+            # The text is tokenized again with the next turn; the prefix cache finds how much of it is the same.
             messages.append({"role": "assistant", "content": completion.text})
 
     def _completion(self, ids: list[int], sampling: Sampling, stops: tuple[str, ...] | None = None) -> Completion:
@@ -255,6 +266,7 @@ class GenerateJob:
             options.stop if stops is None else stops,
             options.show_logprobs or options.logprobs,
             options.echo,
+            not self._decoder.is_encoder_decoder,
         )
 
 
@@ -274,6 +286,7 @@ class TokenRate:
     """Measures tokens per second, without the first two tokens of each sequence, during which programs compile."""
 
     def __init__(self, sequences: int) -> None:
+        # The first token of a sequence comes from prefill, the second from the first decode step.
         self._tokens, self._start, self._first = 0, 0.0, 2 * sequences
 
     def count(self) -> None:
@@ -304,6 +317,7 @@ def shown_by(printer: TextPrinter, silence: Waiting) -> Callable[[Piece], None]:
 
 def show_token(rate: TokenRate, completion: Completion, show: Callable[[Piece], object] | None, piece: Piece) -> None:
     """Counts a generated token, and calls `show` with its piece if it is given."""
+    # Pieces of an echoed prompt come before there is any of the text.
     if completion.pieces and piece.token is not None:
         rate.count()
     if show is not None:

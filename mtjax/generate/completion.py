@@ -39,6 +39,8 @@ class Completion:
     stops: tuple[str, ...] = ()
     logprobs: bool = False
     echo: bool = False
+    continues: bool = True
+    """Whether the text continues the prompt: not in an encoder-decoder."""
     on_piece: Callable[[Piece], None] = field(default=lambda piece: None, repr=False)
     """Called in the engine's thread with each piece, those of an echoed prompt first."""
     on_end: Callable[[], None] = field(default=lambda: None, repr=False)
@@ -48,7 +50,8 @@ class Completion:
         self.prompt_pieces: list[Piece] = []
         self.pieces: list[Piece] = []
         self.ended: FinishReason | None = None
-        self._writer = TextWriter(self.tokenizer, self.prompt, self.stops)
+        # After a prompt, the first word of an encoder-decoder's text would begin with a space.
+        self._writer = TextWriter(self.tokenizer, self.prompt if self.continues else (), self.stops)
         self._held_back: deque[Piece] = deque()
         self._emitted = 0
         self.request = Request(
@@ -76,6 +79,7 @@ class Completion:
         return record
 
     def _on_prompt_tokens(self, tokens: list[Token]) -> None:
+        # Another one than the text's: stop sequences in the prompt do not end the text.
         writer = TextWriter(self.tokenizer)
         for token in tokens:
             self._add(self.prompt_pieces, Piece(writer.add(token.id), token))
@@ -83,6 +87,7 @@ class Completion:
 
     def _on_token(self, token: Token) -> bool:
         self._writer.add(token.id)
+        # The characters of this token may become final only with later ones, which may complete a stop sequence.
         self._held_back.append(Piece(self._writer.new, token))
         self._emit_final()
         return self._writer.is_stopped
@@ -99,6 +104,8 @@ class Completion:
         while self._held_back:
             text, token = self._held_back[0]
             final = self.text[self._emitted : self._emitted + len(text)]
+            # Once it is stopped, nothing more becomes final: the last tokens are emitted with what is left of their
+            # text.
             if len(final) < len(text) and not self._writer.is_stopped:
                 return
             self._held_back.popleft()
@@ -106,6 +113,7 @@ class Completion:
             self._add(self.pieces, Piece(final, token))
 
     def _add(self, pieces: list[Piece], piece: Piece) -> None:
+        # No incomplete character was left at the end.
         if piece.token is None and not piece.text:
             return
         pieces.append(piece)

@@ -142,6 +142,8 @@ class GenerationPrograms:
         assert size is not None  # the embedding table has rows
         self.vocab_size = size
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
+        # One path for weights and shapes: `lower_decode` and a planned continuation see the programs that a run would
+        # use.
         self._call = call or (jax.eval_shape if is_abstract else _call)
         with self._traced():
             model_and_layers = (
@@ -156,11 +158,7 @@ class GenerationPrograms:
 
     @classmethod
     def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
-        """Builds a decoder with abstract weights, whose programs can be lowered.
-
-        Raises:
-          UserError: as in the constructor.
-        """
+        """Builds a decoder with abstract weights, whose programs can be lowered; raises as the constructor does."""
         return cls(placed, placed.restore_target, storage=storage)
 
     @property
@@ -242,10 +240,13 @@ class GenerationPrograms:
 
     @cached_property
     def _compiled_decode(self) -> Any:
+        # XLA: without donation a step would allocate a second cache, and copy all of the first for one token of each
+        # sequence.
         return jax.jit(self._on_leaves(self._decode), donate_argnums=(1, 2))
 
     @cached_property
     def _compiled_prefill(self) -> Any:
+        # `scored` is static: only a program for echoed prompts computes logits of every position, the others of one.
         return jax.jit(self._on_leaves(self._prefill), donate_argnums=(1, 2), static_argnums=4)
 
     @cached_property
@@ -275,6 +276,7 @@ class GenerationPrograms:
         model = self.config.model
         how = {"reads_encoder": self.is_encoder_decoder, "stored": self.storage.cache_dtype}
         cache = empty_cache(model, sequences, length, self.dtype, **how)
+        # Sharded like the logits, so that penalties need no communication.
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -286,6 +288,8 @@ class GenerationPrograms:
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
         table, bias, output = weights.model.output_head(self.vocab_size)
         drawn = sample_tokens(hidden[:, 0], table, state.counts, state.draws, output, bias)
+        # An inactive sequence may be in the middle of its prefill: nothing of its state may change, or its seed would
+        # draw other noise and its penalties count a token that it never had.
         draws = dataclasses.replace(state.draws, draw_index=state.draws.draw_index + active)
         tokens = jnp.where(active, drawn.token, state.tokens)
         counts = count_sampled(state.counts, jnp.where(active, drawn.token, -1))
@@ -295,6 +299,8 @@ class GenerationPrograms:
         self, weights: DecoderWeights, cache: Cache, state: Sequences, chunk: PromptChunk, scored: bool
     ) -> tuple[Any, ...]:
         """Traces the prefill of a chunk [seq] into one sequence of the cache."""
+        # A full cache gets the padding's keys, too. They are never attended to: causal attention masks later positions,
+        # and each is overwritten by the token that gets its position.
         offsets, slot = jnp.arange(len(chunk.tokens)), chunk.sequence
         positions = CachePositions((chunk.start + offsets)[None], slot, chunk.count)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
@@ -305,11 +311,14 @@ class GenerationPrograms:
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
         slot_counts = lax.dynamic_index_in_dim(counts, slot, keepdims=True)
         drawn = sample_tokens(last, table, slot_counts, chunk.draws, output, bias)
+        # Targets of -1 are scored as token 0; the engine has no ids for these rows and drops them.
         scores = score_tokens(hidden[0], table, jnp.maximum(chunk.targets, 0), output, bias) if scored else None
+        # Only the prompt's last token has no target: what is sampled after other chunks is not part of the text.
         is_last_chunk = chunk.targets[chunk.count - 1] < 0
         is_counted = (jnp.arange(len(state.tokens)) == slot) & is_last_chunk
         counts = count_sampled(counts, jnp.where(is_counted, drawn.token[0], -1))
         set_row = lambda all_rows, row: all_rows.at[slot].set(row[0])  # noqa: E731
+        # This was draw 0; the decode steps continue with 1, so that a text's noise does not depend on its chunks.
         next_draws = dataclasses.replace(chunk.draws, draw_index=chunk.draws.draw_index + 1)
         draws = jax.tree.map(set_row, state.draws, next_draws)
         position = (chunk.start + chunk.count)[None]
@@ -324,6 +333,7 @@ class GenerationPrograms:
         encoded = weights.model.encoded(text.tokens[None], mask)
         updated = []
         for layer, states in zip(weights.layers, cache, strict=True):
+            # Once for each prompt: these keys and values do not change while the decoder writes.
             key_value = layer.cross.keys_and_values(encoded)
             updated.append(states | {"cross": states["cross"].replaced(*key_value, chunk.sequence, text.count)})
         return self._prefill(weights, updated, state, chunk, False)
@@ -337,16 +347,14 @@ class GenerationPrograms:
         with jax.named_scope("layers"):
             for number, (layer, states) in enumerate(zip(weights.layers, cache, strict=True)):
                 x, states = layer(x, dataclasses.replace(context, layer=number), states)
+                # A layer without anything to keep returns no states; the cache still needs an entry, as layers and
+                # caches are zipped.
                 updated.append(states or {})
         return weights.model.final_hidden(x), updated
 
 
 def _check_model(placed: ShardedModel) -> None:
-    """Checks that a model can generate text on its mesh.
-
-    Raises:
-      UserError: it can't; see `GenerationPrograms`.
-    """
+    """Raises UserError unless a model can generate text on its mesh; see `GenerationPrograms`."""
     if not hasattr(placed.family, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
     if placed.stages > 1:

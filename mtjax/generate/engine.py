@@ -190,6 +190,8 @@ class Engine:
             with self._changed:
                 if stopped is None or stopped.is_set():
                     return
+                # Checked under the lock: a request that came after `step` has already notified, and nobody would wake
+                # this thread.
                 if not (self._waiting or self._cancelled or self._jobs):
                     self._changed.wait()
 
@@ -210,6 +212,8 @@ class Engine:
         self._resize_cache()
         # Selected before prefilling: a sequence whose last chunk is prefilled below already gets a token from it.
         decoding = [running for running in self._running.values() if running.is_prefilled]
+        # The dict has requests in the order of the queue: one prompt is prefilled to its end before the next begins.
+        # The last chunk may exceed the budget, or a budget below a chunk's length would never prefill anything.
         budget = self._prefill_tokens_per_step
         while budget > 0 and (prefilling := next((r for r in self._running.values() if not r.is_prefilled), None)):
             budget -= self._prefill_chunk(prefilling)
@@ -236,6 +240,7 @@ class Engine:
 
     def _end(self, running: _Running, reason: FinishReason) -> None:
         del self._running[running.slot]
+        # At the end: `PrefixCache.best_slot` takes the first of equals, whose text is the least likely to be continued.
         self._free_slots.append(running.slot)
         running.request.on_end(reason)
 
@@ -260,6 +265,8 @@ class Engine:
         """Returns the tokens for which a sequence needs space: the padded prompt, and up to `LOOKAHEAD` new tokens."""
         prompt = len(running.prompt)
         ahead = running.generated + 1 + min(running.request.sampling.max_tokens - running.generated, LOOKAHEAD)
+        # XLA: a dynamic_update_slice that does not fit is moved back until it does. A cache that is too short for the
+        # padding of the last chunk would have the keys of the tokens before it overwritten.
         start = prompt // self._chunks[-1] * self._chunks[-1]
         padded = start + chunk_length(self._chunks, prompt - start)
         if self.decoder.is_encoder_decoder:
@@ -277,6 +284,8 @@ class Engine:
         """Prefills a chunk of a prompt, after the last one also samples the first token; returns the chunk's length."""
         request, prompt = running.request, running.prompt
         assert self._state is not None
+        # Not when the slot was assigned: requests that were admitted in the same step may have prefilled this prefix
+        # since.
         if not running.prefilled:
             cache, running.reused = self._prefixes.reuse(request, prompt, running.slot, self._state[0])
             self._state, running.prefilled = (cache, self._state[1]), running.reused
@@ -293,6 +302,7 @@ class Engine:
         self._state = cache, sequences
         running.prefilled = min(start + length, len(prompt))
         self._prefixes.prefilled(request, prompt, running.prefilled, running.slot, cache)
+        # The hidden state of a token scores the next one. Rows of padding have no id, and `to_tokens` drops them.
         if request.echo:
             running.prompt_tokens += to_tokens(scores, prompt[start + 1 : start + length + 1])
         if running.is_prefilled:
@@ -311,11 +321,16 @@ class Engine:
         assert self._state is not None
         cache, sequences, drawn = self.decoder.decode(*self._state, self._active[1])
         self._state = cache, sequences
+        # The only wait for the device in a decode step. Log-probabilities are copied from it only if somebody reads
+        # them.
         tokens = np.asarray(drawn.token).tolist()
         with_logprobs = any(running.request.logprobs for running in decoding)
         rows = to_tokens(drawn, tokens, with_logprobs)
         for running in decoding:
+            # Before `_emit` counts the new token: its keys are written by the next step, which reads it.
             self._prefixes.decoded(running.slot, running.length)
+            # A program reports log-probabilities of all rows or of none, so a row may have some that its request did
+            # not ask for.
             row = rows[running.slot]
             self._emit(running, row if running.request.logprobs else Token(row.id))
 
@@ -323,6 +338,7 @@ class Engine:
         """Passes a token to the request's listener, and ends the request if it is the last one."""
         request = running.request
         running.generated += 1
+        # Checked first: a stop token that is also the last one allowed ends with "stop".
         if token.id in request.stop_ids or request.on_token(token):
             self._end(running, "stop")
         elif running.generated >= request.sampling.max_tokens or running.length >= self.max_context:
@@ -336,6 +352,7 @@ def sampling_batch(sampling: Sampling, logprobs: bool) -> SamplingBatch:
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     penalties = (jnp.full(1, value, jnp.float32) for value in penalties)
     warping = LogitsParams(temperature, jnp.full(1, sampling.top_k, jnp.int32), top_p, min_p, *penalties)
+    # The two words of a Threefry key; jax has no 64-bit integers by default.
     seed = np.array([[sampling.seed >> 32, sampling.seed & (2**32 - 1)]], np.uint32)
     return SamplingBatch(warping, jnp.asarray(seed), jnp.zeros(1, jnp.int32), jnp.full(1, logprobs))
 
@@ -345,5 +362,6 @@ def to_tokens(drawn: SampledTokens, ids: Any, with_logprobs: bool = True) -> lis
     if not with_logprobs:
         return [Token(i) for i in ids]
     chosen, top_ids, top_logprobs = (np.asarray(a).tolist() for a in (drawn.logprob, drawn.top_ids, drawn.top_logprobs))
+    # Not strict: a padded chunk has more rows than ids.
     rows = zip(ids, chosen, top_ids, top_logprobs, strict=False)
     return [Token(i, p, dict(zip(near, q, strict=True))) for i, p, near, q in rows]

@@ -15,7 +15,7 @@ from mtjax.families.bert.model import BERT
 from mtjax.generate.sampling import SampledTokens, score_tokens
 from mtjax.generate.shapes import doubled
 from mtjax.generate.weights import LoadedModel, special_id
-from mtjax.models.trunk import run_sections
+from mtjax.models.language_model import run_sections
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.vocab import OutputOptions
 

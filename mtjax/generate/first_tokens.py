@@ -20,6 +20,8 @@ def first_tokens(tokenizer: Tokenizer, names: Mapping[str, str], config: Mapping
       names: special tokens by their role, such as `bos_token`, from the tokenizer's settings (`special_names_in`).
       config: Hugging Face's `config.json` of the model; empty if there is none.
     """
+    # What the tokenizer does in fact precedes what its settings name: Llama's adds BOS, GPT-2's names one and adds
+    # none.
     if front := added_tokens(tokenizer).front:
         return front
     named = tokenizer.special(names["bos_token"]) if "bos_token" in names else None

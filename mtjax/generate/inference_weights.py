@@ -64,11 +64,15 @@ def stacks_of(placed: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
 def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """Removes a model's layers; returns the model, and the stack and index of each layer in order."""
     found = []
+    # Layers of multi-token prediction only train: generation predicts one token.
     remove_predictors(model)
     for stack in model.decoder_stacks:
+        # A stack is stored in the order of pipeline stages, with padding where layers don't divide evenly; `order` has
+        # the numbers of the layers in the model.
         found += [(number, index, stack.layers) for index, number in enumerate(stack.order.flat) if number != PADDING]
         # `prepare_weights` converts the rest of the model separately.
         stack.layers = None
+    # The key is the number alone: stacks can't be compared.
     return model, [(layers, index) for _, index, layers in sorted(found, key=lambda each: each[0])]
 
 
@@ -88,12 +92,15 @@ def take_layer(stack: Layer, number: Array) -> Layer:
             if hasattr(part, "assembled"):
                 setattr(mixer, name, part.assembled())
         if isinstance(mixer, LatentAttention):
+            # Multi-head latent attention as in DeepSeek-V2: the up-projection is applied to queries and outputs, so
+            # that the cache has latents and not keys and values of each head.
             mixer.key_value_up = mixer.absorbed()
     return layer
 
 
 def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """Converts the parameters outside of the layers."""
+    # Before the cast: the scales are those of the stored float32 weights.
     table = model.output_table[...]
     model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
     kind = weight_format.storage.weights_dtype

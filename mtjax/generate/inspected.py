@@ -103,6 +103,7 @@ def inspect_decoding(
         "compute_dtype": config.training.compute_dtype,
     }
     config = without_training(config, Parallel(mesh=str(mesh_shape)), **batch)
+    # Same programs as a run's, with shapes in place of weights.
     decoder = GenerationPrograms.abstract(ShardedModel(config, target.mesh(mesh_shape)), storage)
     if length > decoder.max_sequence_length:
         raise UserError(
@@ -126,6 +127,7 @@ def inspect_decoding(
 
 def _landmarks(decoder: GenerationPrograms, sequences: int) -> Landmarks:
     shapes = {record.name: record.shape for record in jax.tree.leaves(decoder.placed.records)}
+    # An array with as many elements as all logits would be a gather over the vocabulary.
     return Landmarks(shapes, logits=sequences * decoder.padded_vocab_size)
 
 

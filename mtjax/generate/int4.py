@@ -50,11 +50,14 @@ class Int4Matrix(StoredWeight):
         # XLA: on GPUs one kernel reads the 4-bit values; multiplied by their scales before the product, they would be
         # written to memory in 16 bits. A rank adds its groups, so that what is reduced is in the compute dtype.
         rows, weight = jax.typeof(x).sharding.spec[: x.ndim - self.inputs], jax.typeof(self.values).sharding.spec
+        # A row-parallel matrix: each rank has some of the inputs, and adds its groups' products before ranks add
+        # theirs.
         axes = dimension_axes(weight, 0)
 
         def local(x: Array, values: Array, scales: Array, zeros: Array | None) -> Array:
             flat = x.reshape(-1, len(scales), math.prod(values.shape[: self.inputs]) // len(scales))
             matrix = values.reshape(len(scales), flat.shape[2], -1).astype(x.dtype)
+            # Integers from -8 to 7 are exact in the compute dtype; scales come after the sum over a group, in float32.
             products = jnp.einsum("rgi,gio->rgo", flat, matrix, preferred_element_type=jnp.float32)
             if zeros is not None:
                 # XLA: a kernel does not subtract them from the values that it reads.
@@ -122,6 +125,7 @@ def to_int4(
         else:
             # Values that were quantized elsewhere may use the whole range: zero points of 0 admit it.
             zeros_of_all = jnp.zeros_like(scales) if zeros is None else zeros
+            # Known scales are given for every weight; those of a group are equal.
             grid = Grid(*(a.reshape(blocks.shape)[:, :1] for a in (scales, zeros_of_all)), bits=4)
         values = grid.round(blocks, jnp).astype(jnp.int4).reshape(matrix.shape)
         return values, grid.scales[:, 0].astype(dtype), grid.zeros[:, 0].astype(jnp.int4) if zero_point else None
@@ -136,5 +140,6 @@ def to_int4(
 
 def _group_spec(sharding: PartitionSpec, inputs: int) -> PartitionSpec:
     """Returns the sharding of [groups, *outputs]: groups like the first dimension of the inputs."""
+    # Groups are consecutive in the flattened inputs: with a later dimension sharded, a rank's would not be consecutive.
     assert not any(sharding[1:inputs]), sharding
     return joined_spec(sharding[0], *sharding[inputs:])

@@ -81,7 +81,9 @@ class JsonLines:
         self.written = 0
         """Texts written since the start."""
         self._lines = ['{"prompt": ""}'] * source if isinstance(source, int) else read_lines(source)
+        # Empty lines are counted, so that `index` is the line number that an editor shows, minus 1.
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
+        # All lines are parsed before any text is generated: an error in the last one is found in the beginning.
         self.prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
     @classmethod
@@ -113,6 +115,7 @@ class JsonLines:
 
     def __enter__(self) -> "JsonLines":
         with ExitStack() as stack, _file_errors(self._target):
+            # Opened for appending: creates the file, and keeps what another mode would truncate before the checks.
             self._file = stack.enter_context(self._target.open("a+b"))
             if self._overwrite:
                 self._file.truncate(0)
@@ -123,6 +126,8 @@ class JsonLines:
             # Only after all checks: a rejected output file is left unchanged.
             self._file.truncate(end)
             self._file.seek(0, 2)
+            # After the checks, or a refused command would replace the settings that the existing texts were generated
+            # with.
             self._record.write()
             stack.pop_all()  # the file stays open until __exit__
         self._total = self._samples * len(self._numbers)
@@ -145,6 +150,7 @@ class JsonLines:
         settings = {"settings": line.settings} if line.settings else {}
         record = {"index": line.number, "sample": line.sample, "prompt": line.prompt, **settings, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        # An interruption loses at most the line that is being written, which `read_done` drops.
         self._file.flush()
         self._done[line.number, line.sample] = line.identity
         self.written += 1
@@ -195,6 +201,7 @@ class JsonLines:
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:
         for name, value in given.items():
+            # True is an int in Python: "top_k": true would be top-1.
             types = (int,) if SETTINGS[name] is int else (int, float)
             if isinstance(value, bool) or not isinstance(value, types):
                 raise UserError(f'{where}: "{name}" is {value!r}, and must be a number')

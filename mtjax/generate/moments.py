@@ -44,6 +44,8 @@ class Observed(StoredWeight):
     def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
         """See `StoredWeight.product`."""
         flat = x.reshape(-1, int(np.prod(x.shape[x.ndim - inputs :])), out_sharding=REPLICATED)
+        # GPTQ inverts the sum: products in TF32 or bfloat16, the default on accelerators, would lose its small
+        # eigenvalues.
         self.noted.append(jnp.einsum("ti,tj->ij", flat, flat, precision=jax.lax.Precision.HIGHEST))
         return matrix_product(x, self.matrix, inputs, sharding)
 
@@ -70,12 +72,14 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
         )
     model: Any = placed.inference_model(loaded.parameters)
     paths = [f"{stack.path}.layers" for stack in stacks_of(placed.config.model)]
+    # By identity: `layer_locations` returns these objects, and removes them from the model.
     prefixes = {id(stack.layers): path for stack, path in zip(model.decoder_stacks, paths, strict=True)}
     model, locations = layer_locations(model)
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
     tokens = jnp.asarray(ids[: samples * length], jnp.int32).reshape(samples, 1, length)
     found: dict[tuple[str, int], np.ndarray] = {}
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+        # Samples are independent texts: each begins with empty caches, and what a layer returns of them is dropped.
         states = empty_caches(placed.config.model, 1, length, jnp.float32)
 
         @jax.jit
@@ -89,6 +93,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
             for number, (stack, index) in enumerate(locations):
                 layer = take_layer(stack, jnp.int32(index))
                 sums: dict[str, Any] = {}
+                # Layer by layer over all samples, so that the moments of one layer are in memory at a time.
                 for i, each in enumerate(tokens):
                     hidden[i], noted = run(model, layer, hidden[i], each, jnp.int32(number))
                     sums = {name: moments + sums.get(name, 0) for name, moments in noted.items()}

@@ -28,7 +28,7 @@ from mtjax.generate.engine import sampling_batch, to_tokens
 from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
-from mtjax.models.trunk import run_sections
+from mtjax.models.language_model import run_sections
 from mtjax.retrieval.retriever import NeighbourSource, Retriever
 from mtjax.sharding.axes import spec, use_rules
 
@@ -123,6 +123,7 @@ class NeighbourWriter:
                 raise UserError(
                     f"the line has {given[0]}, and --retrieve searches for neighbours: remove one of the two"
                 )
+            # Ends of documents until a chunk is complete, as training has for chunks without neighbours.
             reading = Reading(ids, self._texts_of([]), self._without | self._documents(line))
         elif WITHOUT in line:
             raise UserError(f"the line has {WITHOUT}, which are those of --retrieve: add that, or remove them")
@@ -203,6 +204,8 @@ class NeighbourWriter:
                 return
             if self._retriever is not None:
                 self._retrieve(running, self._retriever)
+            # Two batches, as the programs with and without neighbours differ. A Retro without neighbours skips its
+            # encoder; it does not read empty ones.
             for reads in (False, True):
                 rows = {row: text for row, text in running.items() if (text.reading.neighbours is not None) == reads}
                 if rows:
@@ -212,6 +215,7 @@ class NeighbourWriter:
     def _begin(self, row: int, completion: Completion, reading: Reading) -> _Row:
         self._tokens[row], self._counts[row] = 0, 0
         self._tokens[row, : len(reading.ids)] = reading.ids
+        # Ends of documents in front of a prompt are not the user's: a repetition penalty must not count them.
         self._counts[row, np.unique(reading.ids[reading.front :])] = IN_PROMPT
         return _Row(completion, reading, sampling_batch(completion.request.sampling, completion.request.logprobs))
 
@@ -221,6 +225,7 @@ class NeighbourWriter:
         done = [
             (row, text.reading, chunk)
             for row, text in running.items()
+            # `sources` has an entry for each chunk that was searched for.
             for chunk in range(len(text.reading.sources), text.length // size)
         ]
         if not done:
@@ -235,9 +240,11 @@ class NeighbourWriter:
     def _step(self, rows: Mapping[int, _Row]) -> list[int]:
         """Writes a token of each of these texts, which all read neighbours or all read none; returns those that
         ended."""
+        # The batch has always all rows, so that one program serves: those of no text are computed and ignored.
         texts, ended = [rows.get(row) for row in range(self._rows)], []
         draws = jax.tree.map(lambda *a: np.concatenate(a), *(text.draws if text else self._idle for text in texts))
         generated = np.array([text.generated if text else 0 for text in texts], np.int32)
+        # The last token's hidden state is at length - 1, which must be inside the row.
         lengths = np.array([text.length if text else 1 for text in texts], np.int32)
         read = {row: text.reading.neighbours for row, text in rows.items() if text.reading.neighbours is not None}
         batch = {"tokens": self._tokens}
@@ -275,6 +282,7 @@ class NeighbourWriter:
         with use_rules(self._rules):
             model = self._placed.inference_model(parameters)
             assert isinstance(model, Retro)
+            # Attention is causal: the zeros behind a row's text do not change its last hidden state.
             hidden = model.final_hidden(run_sections(model, batch, None)[0].x)
             table, bias, output = model.output_head(self._config.vocab_size or 0)
             last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

@@ -98,6 +98,7 @@ class Options:
     """With --interactive: the system message."""
     fillings: int | None = at_least(1, None, most=REPORTED)
     """BERT: number of most likely tokens to print for each mask. Default: 5."""
+    # A step needs twice as many candidates as beams, and the sampler reports REPORTED.
     beams: int | None = at_least(1, None, most=REPORTED // 2)
     """Use beam search with this many beams; --samples is the number of best texts to print."""
     length_penalty: float = setting(1.0, bound=Bound(lambda value: -100 <= value <= 100, "from -100 to 100"))
@@ -120,6 +121,7 @@ def refuse(options: Options, names: Iterable[str], why: str) -> None:
     Raises:
       UserError: one of them is not the default; begins with `why`.
     """
+    # Compared with the defaults, as tyro does not tell which options were given: naming a default is allowed.
     defaults = Options(options.source)
     if name := next((name for name in names if getattr(options, name) != getattr(defaults, name)), None):
         option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"

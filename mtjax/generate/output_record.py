@@ -85,6 +85,7 @@ class OutputRecord:
 
 def _comparable(value: Any) -> Any:
     """Returns the part of a fact that must match: for files the digest, not the path."""
+    # Folders may be moved or named in another way between two commands.
     return value.get("digest") if isinstance(value, dict) else value
 
 

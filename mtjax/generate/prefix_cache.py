@@ -83,6 +83,7 @@ class PrefixCache:
 
         Otherwise it takes the slot with the shortest shared prefix, so that longer ones remain to be copied.
         """
+        # Snapshots belong to no slot then, so every slot is as good.
         if not self._has_attention:
             return free[0]
         common = {slot: _common(request.prompt, self._tokens[slot]) for slot in free}
@@ -111,11 +112,15 @@ class PrefixCache:
         source = max(slots, key=lengths.__getitem__)
         shared = lengths[source]
         if self._has_states:
+            # Where this prompt departs from all texts so far, the next one with the same system prompt probably will,
+            # too.
             self._branch[slot] = self._complete(max(common))
         if shared and source != slot:
+            # The whole slot is copied: what follows the prefix is overwritten by the prompt, or masked.
             cache = self._decoder.call(copied, cache, jnp.int32(source), jnp.int32(slot))
         if shared and self._has_states:
             cache = self._restored(request.prompt[:shared], slot, cache)
+        # A copy has the same places of a window overwritten as its source.
         self._written[slot] = self._written[source] if shared else 0
         self._tokens[slot] = prompt[:shared]
         for snapshot in self._snapshots:
@@ -128,6 +133,7 @@ class PrefixCache:
 
     def prefilled(self, request: Request, prompt: tuple[int, ...], count: int, slot: int, cache: Cache) -> None:
         """Notes that a slot has the first `count` tokens of a prompt, and takes a snapshot after complete chunks."""
+        # Generated tokens are not matched: decode steps computed their keys, whose last bits may differ from prefill's.
         self._tokens[slot] = prompt[:count]
         self._written[slot] = max(self._written[slot], count)
         if self._has_states and self._most and not count % self._chunk and _may_reuse(request):
@@ -143,6 +149,7 @@ class PrefixCache:
         self._tokens = [tokens[:length] for tokens in self._tokens]
         for snapshot in self._snapshots:
             if len(snapshot) > length:
+                # Their keys are cut off in all slots.
                 snapshot.slots.clear()
         self._drop_unreachable()
 

@@ -43,6 +43,7 @@ class Sampling:
     """Random seed. The same seed samples the same tokens, on any mesh and whatever else is in the batch."""
 
 
+# 2^64 divided by the golden ratio, as in SplitMix64: its multiples are spread evenly over all seeds.
 PROMPT_STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of two prompts: so large that the consecutive seeds of their samples do not collide."""
 

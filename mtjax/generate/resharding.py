@@ -36,6 +36,7 @@ class LayerwiseTransfer:
           parameters: as they are stored in training; abstract ones stay abstract.
         """
         model, locations = layer_locations(self._trained.model(parameters))
+        # By identity: one program for each stack, in which the index of a layer is traced.
         transfers = {id(stack): self._transfer(stack, _layer_at) for stack, _ in locations}
         # A generator: a layer is moved when `prepare_weights` takes it, and its transferred copy freed before the next.
         layers = ((self._move(transfers[id(stack)], stack, np.int32(index)), 0) for stack, index in locations)
@@ -55,6 +56,7 @@ class LayerwiseTransfer:
 
         def move(leaves: list[Array], index: Array | None) -> list[Array]:
             pairs = zip([select(leaf, index) for leaf in leaves], names, strict=True)
+            # Norms and biases stay in float32, as in training.
             return [array.astype(dtype) if gathers_in_compute_dtype(axes) else array for array, axes in pairs]
 
         def sharding(variable: Any, axes: tuple[str, ...]) -> NamedSharding:
@@ -93,6 +95,7 @@ def _layer_at(stack: Array, index: Array) -> Array:
     sharding = jax.typeof(stack).sharding
     first, *dimensions = sharding.spec
     degree = math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 0))
+    # [ranks, layers of a rank, ...]: each rank indexes its own layers, without communication.
     shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=joined_spec(first, None, *dimensions))
     layers = shards.shape[1]
     layer = lax.dynamic_index_in_dim(shards, index % layers, axis=1)

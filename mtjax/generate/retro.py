@@ -69,6 +69,7 @@ class _Job:
             texts.append((completion, reading))
             titles.append(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
         if len(texts) == 1:
+            # A single text is printed as it is written, without a title.
             titles.clear()
             texts[0][0].on_piece = printer.piece
         writer.run(list(texts))

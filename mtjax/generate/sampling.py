@@ -114,6 +114,8 @@ def sample_tokens(
         def sample() -> Array:
             return jnp.where(warping.temperature > 0, _sample(shards, warped_BV, draws, output.vocab_size), greedy)
 
+        # The predicate is equal on all ranks, so collectives inside of the branch don't wait for ranks that took the
+        # other.
         token = lax.cond((warping.temperature > 0).any(), sample, lambda: greedy)
         return _report_if_requested(shards, token, draws.with_logprobs)
 
@@ -165,6 +167,7 @@ def count_prompt(
 
     def local(counts_BV: Array, row: Array, tokens: Array, is_first: Array) -> Array:
         row_V = lax.dynamic_index_in_dim(counts_BV, row, keepdims=False)
+        # Set, not added: a prompt may have a token twice, and nothing is sampled before the whole prompt was counted.
         row_V = jnp.where(is_first, 0, row_V).at[_local_index(specs, tokens, counts_BV)].set(IN_PROMPT, mode="drop")
         return lax.dynamic_update_index_in_dim(counts_BV, row_V, row, 0)
 

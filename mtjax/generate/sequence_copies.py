@@ -27,6 +27,7 @@ def taken(states: States, sequence: Array) -> States:
 @partial(jax.jit, donate_argnums=0)
 def restored(states: States, snapshot: States, sequence: Array) -> States:
     """Replaces a sequence's recurrent states by those of `taken`; the former states of all sequences are donated."""
+    # The snapshot is not donated: further prompts begin from it.
     return jax.tree.map(lambda rows, row: rows.at[sequence].set(row[0]), states, snapshot)
 
 

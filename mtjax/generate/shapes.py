@@ -15,4 +15,5 @@ def doubled(length: int, least: int) -> int:
 
 def chunk_length(lengths: Sequence[int], tokens: int) -> int:
     """Returns the shortest of ascending `lengths` that fits so many tokens, or the longest if none does."""
+    # The longest is also the step in which a long prompt is divided: the prefix cache relies on that.
     return next((length for length in lengths if length >= tokens), lengths[-1])

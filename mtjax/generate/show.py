@@ -33,6 +33,7 @@ class TextPrinter:
             self._write(f"\x1b[38;5;{color(logprob)}m{piece.text}\x1b[0m")
         elif self._with_logprobs and not self._in_colors:
             number = "" if logprob is None else f"{logprob:.4f}"
+            # repr: a line break within a token would end the line.
             self._write(f"{number}\t{piece.text!r}\n")
         else:
             self._write(piece.text)
@@ -48,4 +49,5 @@ class TextPrinter:
 
 def color(logprob: float) -> int:
     """Returns the color number for a log-probability; the colors divide probabilities into equal intervals."""
+    # Rounding can give a log-probability slightly above 0.
     return COLORS[min(int(math.exp(min(logprob, 0.0)) * len(COLORS)), len(COLORS) - 1)]

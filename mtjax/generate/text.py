@@ -28,6 +28,7 @@ class TextWriter:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-CONTEXT:])
         self._start, self._decoded = 0, len(self._ids)
+        # An empty stop sequence is found in every text, and would end it before its first token.
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.text, self.is_stopped, self.new = "", False, ""
@@ -58,8 +59,10 @@ class TextWriter:
         if self.is_stopped:
             return ""
         held = self._held + new
+        # What is no longer held can't be part of a stop sequence, so the search need not begin earlier.
         found = [index for stop in self._stops if (index := held.find(stop)) >= 0]
         if found:
+            # The first one in the text, whichever was named first.
             held, self._held, self.is_stopped = held[: min(found)], "", True
         elif is_end:
             self._held = ""

@@ -17,7 +17,7 @@ from mtjax.generate.request import Request, Sampling
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 
 Tree = Any
 SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_k=40)
@@ -81,6 +81,7 @@ class PromptTokens:
     def of(cls, trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> "PromptTokens":
         """Encodes a text, truncated to its last tokens if it is longer than half of the context."""
         most = longest_text(trained.config.model)
+        # Documents begin after an end of document in training: it stands for an empty prompt.
         ids = tokenizer.encode(prompt.rstrip(" "))[-most // 2 :] or [tokenizer.eod]
         return cls(tuple(ids), len(ids) < most)
 
@@ -94,6 +95,7 @@ class Programs:
     def __call__(self, function: Any, *arguments: Any) -> Any:
         """Lowers `function`; returns the shapes of its outputs."""
         traced = function.trace(*arguments)
+        # A jitted function is one program for each set of shapes.
         key = function, str(traced.jaxpr.in_avals)
         if key not in self.lowered:
             self.lowered[key] = traced.lower()

@@ -79,6 +79,7 @@ def cause_of(module: Module, instruction: Instruction, phase: str, in_loop: bool
       in_loop: whether it is in the body of a loop.
       is_small: whether it takes no longer than a launch.
     """
+    # Before all kinds of kernels: here the reader wants to know what the optimizer costs, whatever it does.
     if phase == OPTIMIZER:
         return UPDATE
     if phase.startswith(("embedding", "loss")):
@@ -86,7 +87,11 @@ def cause_of(module: Module, instruction: Instruction, phase: str, in_loop: bool
     kinds = set(_kinds(module, instruction))
     cuts = kinds & {"dynamic-slice", "dynamic-update-slice"}
     outside = phase in (GRADIENTS, PARAMETERS)
+    # A slice with a cast is a cast: with 16-bit arithmetic each layer's matrices pass through one as they come out of
+    # their stack.
     writes, cuts_alone = "dynamic-update-slice" in kinds, bool(cuts) and kinds <= {*cuts, *_MOVES} - {"convert"}
+    # The first that holds decides: a small kernel that writes into a stack is one of the stack's, as unrolled layers
+    # would not have it.
     rules = {
         STACKS: in_loop and not outside and (writes or cuts_alone),
         ZEROS: kinds <= set(_FILLS),
@@ -110,6 +115,7 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
         for inner in callee.instructions:
             if inner.opcode == "fusion":
                 yield from _kinds(module, inner)
+            # Loop counters and indices into stacks are in nearly every kernel.
             elif inner.opcode == "parameter" or any(array.elements > 1 for array in inner.arrays):
                 yield inner.opcode
 

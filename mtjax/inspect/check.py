@@ -18,7 +18,7 @@ from mtjax.analysis.contract import (
     Expectation,
     Requirement,
 )
-from mtjax.inspect.check_notes import origin_text, uncertain_notes
+from mtjax.inspect.check_notes import missing_note, origin_text, subject, total_note, uncertain_notes
 from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
 from mtjax.inspect.cpu_promotion import NARROW
 from mtjax.inspect.hlo import Array, dtype_bits
@@ -30,6 +30,8 @@ _AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, 
 
 def _in_order(named: list[str | None], made_in: Sequence[str | None]) -> list[str | None]:
     """Returns the phases of a combined operation, in the order of its arrays as far as their producers show it."""
+    # The names of a combined operation may be in another order than its arrays. If a producer's phase is not among
+    # them, the producers say nothing about the order.
     remaining = list(named)
     for phase in made_in:
         if phase is not None and phase not in remaining:
@@ -128,8 +130,10 @@ def check(
       landmarks: sizes by which extra arrays are named.
       is_gpu: whether the program is for GPUs.
     """
+    # Groups of one device send nothing, and XLA leaves some of them in programs.
     entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
     ordered = sorted(_pools(requirements, is_gpu), key=_claiming_order)
+    # In this order, because a line takes entries away from those after it.
     lines = tuple(_claim(entries, required, landmarks, is_gpu) for required in ordered)
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     unclaimed = [e for e in entries if e.left]
@@ -156,6 +160,7 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
     merged: dict[tuple, Requirement] = {}
     for number, required in enumerate(requirements):
         line = required.line
+        # In a CPU program both are all-reduces, and one line could claim what is the other's.
         kind = ALL_REDUCE if line.kind == REDUCE_SCATTER and not is_gpu else line.kind
         key = (line.phase, kind, line.axis, required.dtype if is_gpu else "") if line.pooled else (number,)
         if before := merged.get(key):
@@ -193,6 +198,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         and _is_in_phase(e, required.line)
         and e.collective.axes == required.line.axes
         and e.collective.kind in kinds
+        # Ids of experts and tokens travel beside activations, sometimes with as many elements.
         and _is_integer(e.dtype) == _is_integer(required.dtype)
     ]
     compares_dtypes = is_gpu or required.line.kind in SUMS
@@ -213,16 +219,18 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     elements = sum(e.array.elements * e.collective.count for e, _ in claimed)
     wrong, notes = _type_notes([e for e, _ in claimed], required, is_gpu)
     if required.line.pooled:
+        # XLA combines a few scalars (norms, counts) with gradients; as float32 they stay below the tolerance for
+        # scalars.
         extra_scalars = max(elements - required.total, 0)
         if elements >= required.min_elements and extra_scalars <= SMALL_BYTES // 4:
             status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
-            status, extra = "differs", [_total_note(required, elements, _full_stacks(claimed, landmarks))]
+            status, extra = "differs", [total_note(required, elements, _full_stacks(claimed, landmarks))]
         if wrong:
             return ContractLine(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
         return ContractLine(required, found, elements, status, tuple(extra))
     if found < required.count:
-        return ContractLine(required, found, found * required.elements, "missing", (_missing_note(required, found),))
+        return ContractLine(required, found, found * required.elements, "missing", (missing_note(required, found),))
     status = "differs" if wrong else "holds"
     return ContractLine(required, found, found * required.elements, status, tuple(wrong or notes))
 
@@ -254,11 +262,13 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
 def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int]]:
     """Claims entries of the required size, those of the required dtype and the most frequent first; then arrays that
     pack several of that size."""
+    # Exactly the required size first: a larger array is taken for several of them only if these do not suffice.
     by_size = sorted(fitting, key=lambda e: (e.array.elements, e.dtype != required.dtype, -e.left))
     sizes = [(e, e.array.elements // required.elements * e.left) for e in by_size if _packs(e, required)]
     claimed: list[tuple[Entry, int]] = []
     need = required.count
     for entry, number in sizes:
+        # An entry is taken as a whole or not at all: a loop's executions have one purpose.
         if number <= need:
             claimed.append((entry, number))
             need -= number
@@ -294,9 +304,9 @@ def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tu
         what = f"{example.array}, from {origin_text(example.collective)}"
         if is_gpu and dtype != required.dtype:
             ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
-            wrong.append(f"{_what(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
+            wrong.append(f"{subject(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
         elif not is_gpu and _is_wrong_sum(original, required):
-            wrong.append(f"{_what(required)} reduces {original} instead of {required.dtype}: {what}")
+            wrong.append(f"{subject(required)} reduces {original} instead of {required.dtype}: {what}")
         elif dtype != required.dtype:
             notes.append(f"{dtype} for {required.dtype}: converted by XLA for CPUs")
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
@@ -310,33 +320,6 @@ def _is_wrong_sum(dtype: str, required: Requirement) -> bool:
     if required.line.kind not in SUMS or dtype == required.dtype:
         return False
     return dtype_bits(dtype) < dtype_bits(required.dtype) or required.line.dtype == "bfloat16"
-
-
-def _what(required: Requirement) -> str:
-    """Returns the subject of a message about a line."""
-    line = required.line
-    return f"{line.kind} over {line.axis} in {line.phase}"
-
-
-def _missing_note(required: Requirement, found: int) -> str:
-    line, number = required.line, required.count - found
-    return (
-        f"{number} of {required.count} {line.kind} over {line.axis} missing in {line.phase}: "
-        f"{required.elements:,} elements each ({line.elements})"
-    )
-
-
-def _total_note(required: Requirement, elements: int, at_once: list[str]) -> str:
-    """Returns the message about a pooled line with a wrong total."""
-    total = f"{elements:,} elements per step instead of {required.total:,}"
-    if at_once and required.line.kind == ALL_GATHER:
-        return (
-            f"{_what(required)} gathers all layers at once, outside the loop that should gather each layer when it is "
-            f"used, of {' and '.join(at_once)}: {total} ({required.line.elements})"
-        )
-    difference = elements - required.total
-    how = "many" if difference > 0 else "few"
-    return f"{_what(required)} sends {total}: {abs(difference):,} too {how} ({required.line.elements})"
 
 
 def _full_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> list[str]:
@@ -354,6 +337,7 @@ def _tolerate(left: list[Entry]) -> tuple[str, ...]:
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
+        # In a layer even a scalar costs the latency of a collective, as often as there are layers.
         if entry.phase in (*LAYER_PHASES, SAMPLING) or not collective.is_known or entry.array.bytes > SMALL_BYTES:
             continue
         axes = collective.axes or ()
@@ -391,6 +375,8 @@ def _recognise(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str
 
 def _weight(array: Array, landmarks: Landmarks) -> str | None:
     """Returns the parameter with these dimensions in any order, or whose layers have them."""
+    # XLA reorders dimensions and adds ones, so shapes are compared as sets; vectors are too common to tell from one
+    # another.
     dims = sorted(d for d in array.dims if d > 1)
     for name, shape in landmarks.weights.items():
         if len(dims) > 1 and dims in (sorted(shape), sorted(shape[1:])):

@@ -38,7 +38,10 @@ ON_CPUS = {
 """Kind of a collective -> what CPU programs have in its place, and how that is said."""
 
 _IDLE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
+# What an operation has that talks to other devices. One of a kind that is unknown here is reported under its own name:
+# if it were skipped, the contract would hold without it.
 _COMMUNICATES = re.compile(r"(?:replica_groups|source_target_pairs|channel_id|is_host_transfer)=")
+# Custom calls are kernels of any purpose; these names are those of communication libraries.
 _LIBRARY = re.compile(r"nccl|nvshmem|mpi_|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter", re.IGNORECASE)
 
 
@@ -129,10 +132,13 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     try:
         groups = parse_groups(instruction.attributes, module.num_partitions)
     except UserError:
+        # Groups in an unknown syntax: as if of all devices, and axes None make it a violation.
         axes, groups = None, Groups((tuple(range(module.num_partitions)),))
     else:
         groups = groups or Groups((tuple(range(module.num_partitions)),))
         axes = axes_of(groups, mesh)
+    # An operation without a "-start" of its own, such as an all-to-all, is inside an async-start, which has the name
+    # and the place in the schedule.
     holder = starter(site)
     phase, op_name, own = locate(site.computation, instruction)
     if phase == "other" and holder is not site:
@@ -141,6 +147,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     # What surrounds it in the schedule may be another part of the step.
     by_axes = None if own else phase_over(kind, axes)
     phase = by_axes or phase
+    # The operation itself, not its holder, has the operands.
     arrays = _payload(module, site.computation, instruction, kind)
     narrowed = widened_sums(module, site.computation, instruction) if kind in SUMS else ()
     window = overlap_window(holder.computation, holder.instruction) if is_started(holder.instruction) else ()
@@ -148,6 +155,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         kind=kind,
         name=holder.instruction.name,
         axes=axes,
+        # A rank of a permute talks to one other, whatever the number of pairs.
         group_size=groups.size if not groups.is_pairs else 2,
         servers=servers_spanned(groups, per_server),
         phase=phase,
@@ -159,6 +167,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         is_async=is_started(holder.instruction),
         hidden_behind=tuple(i.name for i in window if computes(i)),
         made_in=_made_in(module, site.computation, instruction) if kind in SUMS and not by_axes else (),
+        # One operand that XLA put together from several arrays has one type.
         narrowed=narrowed * len(arrays) if len(narrowed) == 1 else narrowed,
     )
 
@@ -179,6 +188,7 @@ def collective_kind(instruction: Instruction) -> str | None:
     Operations that this reader does not know but that name devices or a channel count, under their own name.
     """
     opcode = instruction.opcode
+    # The other half of what was counted at its start.
     if opcode.endswith(("-done", "-update")):
         return None
     base = opcode.removesuffix("-start")
@@ -187,6 +197,7 @@ def collective_kind(instruction: Instruction) -> str | None:
     if opcode == "custom-call":
         target = instruction.attribute("custom_call_target") or ""
         return f"custom-call {target}" if _LIBRARY.search(target) else None
+    # These print attributes of what they contain, which is walked by itself.
     if opcode not in ("async-start", "fusion", "call", "while") and _COMMUNICATES.search(instruction.attributes):
         return opcode
     return None
@@ -205,6 +216,7 @@ def is_started(instruction: Instruction) -> bool:
 
 def overlap_window(computation: Computation, start: Instruction) -> tuple[Instruction, ...]:
     """Instructions scheduled between an operation's start and its done, which ends after `-update`s."""
+    # Each "-update" passes its own name on to what finally ends the operation.
     ends, names = -1, {start.name}
     for place, instruction in enumerate(computation.instructions):
         if instruction.opcode.endswith(("-done", "-update")) and names & set(instruction.operands):

@@ -43,6 +43,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
       The exit code: 1 if a program violates its contract.
     """
     quiet = options.json == Path("-")
+    # stdout must have nothing but the JSON.
     job = InspectJob.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
     config = job.with_vocabulary(given)
     # A missing trace is an error before seconds of compiling.

@@ -34,6 +34,7 @@ def other_config(base: Config, words: Sequence[str]) -> Config:
         else:
             mesh = base.parallel.mesh
             base = config.load(word)
+            # Shipped configs that name no mesh have the default, and would compare a whole mesh with one GPU.
             base = config.replace(base, mesh=mesh) if base.parallel.mesh == "1x1" else base
     config.validate(base)
     return base

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -88,7 +87,10 @@ class CompiledStep:
         """The plan for formulas, with the compiled attention kernel."""
         is_own, run = is_own_attention(self.text), self.config
         if run.model.attention == "pallas" and not is_own:
+            # A model of Mamba-2 layers alone, for example.
             run = replace(run, attention="blocks")  # a program without attention
+        # From the program, not from the config: formulas that assumed the other kernel would differ from the program by
+        # all scores.
         is_flash = is_own or "fmha" in self.text
         return Plan.of(
             run,
@@ -132,8 +134,9 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
     start = time.perf_counter()
     lowered = _lower(program)
     traced = time.perf_counter()
-    compiled, note = compile_for(target, lowered, program.xla.options, dump_to)
+    compiled, note = compile_for(target, lowered, dump_to)
     done = time.perf_counter()
+    # Parsed once: of a large program the text is long, and every report reads it.
     text = compiled.as_text()
     assert text is not None
     module = hlo.parse(text)
@@ -141,6 +144,7 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
         module = hlo.with_trip_counts(module, blocks, EXPERTS_SCOPE)
     plan = Plan.of(program.config, program.mesh_shape)
     schedule = program.microbatch_schedule(plan.microbatches)
+    # After the trip counts: a loop over ticks is recognised by its length.
     if isinstance(schedule, PipelineSchedule):
         module = with_stage_branches(module, schedule.training, len(program.sections))
     return CompiledStep(
@@ -157,17 +161,13 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
 
 
 def compile_for(
-    target: Target,
-    lowered: jax.stages.Lowered,
-    options: Mapping[str, Any] | None = None,
-    dump_to: Path | None = None,
+    target: Target, lowered: jax.stages.Lowered, dump_to: Path | None = None
 ) -> tuple[jax.stages.Compiled, str | None]:
     """Compiles a program for a target, if necessary without Triton matmuls.
 
     Args:
       target: the devices that it is lowered for.
       lowered: the program.
-      options: the compiler options with which it was lowered.
       dump_to: folder to which XLA writes the program's kernels, if any.
 
     Returns:
@@ -176,17 +176,19 @@ def compile_for(
     Raises:
       UserError: XLA fails to compile it.
     """
-    written = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
+    # As options of this compilation: `XLA_FLAGS` is read once a process, and would make every program write there.
+    written: dict[str, str | bool] = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
     with warnings.catch_warnings():
         # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         try:
-            return lowered.compile(compiler_options={**(options or {}), **written} if written else None), None
+            # jax adds these to the options with which the program was lowered.
+            return lowered.compile(compiler_options=written or None), None
         except jax.errors.JaxRuntimeError as e:
             if not target.is_gpu or NO_TILES not in str(e):
                 raise _refused(target, e) from e
         try:
-            compiled = lowered.compile(compiler_options={**(options or {}), **written, OWN_KERNELS: False})
+            compiled = lowered.compile(compiler_options={**written, OWN_KERNELS: False})
         except jax.errors.JaxRuntimeError as e:
             raise _refused(target, e) from e
     return compiled, (
@@ -212,6 +214,7 @@ def expected_blocks(program: TrainStep) -> int:
     plan, length = Plan.of(program.config, mesh), model.sequence_length
     samples, degree = plan.microbatch_size, plan.expert_degree
     capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
+    # A rank's experts get the tokens of all expert parallel ranks, and with equal loads each expert the same number.
     pairs = degree * tokens * model.experts_top_k
     expert_rows, slots = pairs / model.num_experts, pairs
     if capacity is not None:
@@ -224,6 +227,7 @@ def expected_blocks(program: TrainStep) -> int:
 def _lower(program: TrainStep) -> jax.stages.Lowered:
     """Lowers a step; reports XLA's errors, and a missing cuDNN, as `UserError`."""
     try:
+        # While lowering, jax decides whether cuDNN's attention supports the shapes.
         with judged_by(program.mesh.devices.flat[0]):
             return program.lower_step()
     except jax.errors.JaxRuntimeError as e:

@@ -17,6 +17,7 @@ NARROW = "bf16"
 def widened_sums(module: Module, computation: Computation, instruction: Instruction) -> tuple[bool, ...]:
     """Returns for each operand of an all-reduce or reduce-scatter whether it is a promoted bf16 reduction."""
     if len(instruction.operands) == 1:
+        # Of several operands the reducer is that of one of them, so it tells nothing of the others.
         return ((instruction.attribute("to_apply") or "").endswith(_PROMOTED),)
     results: dict[int, str] = {}
     for user in computation.users.get(instruction.name, ()):
@@ -51,6 +52,7 @@ def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tu
         elif instruction.opcode == "fusion":
             computation = next(iter(module.callees(instruction)))
             root = computation.root
+            # The index belongs to the get-tuple-element that read the fusion; inside, a new chain begins.
             name = root.operands[index] if index is not None and root.opcode == "tuple" else root.name
             index = None
             continue
@@ -64,6 +66,7 @@ def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tu
 def _is_rounded_by_all(module: Module, computation: Computation, name: str) -> bool:
     """Returns whether all readers of a value convert it to bf16."""
     users = computation.users.get(name, ())
+    # A value that nobody reads is not a rounded one: a result that leaves the computation has no users here.
     return bool(users) and all(_rounds(module, computation, user, name) for user in users)
 
 

@@ -61,6 +61,7 @@ class Decision:
 def faster_plan(report: Report, server: Server) -> Candidate | None:
     """Returns the fastest plan that fits, if it takes less than `WORTH` of the compiled one's time by formula."""
     anatomy, plan = report.step.anatomy, report.step.plan
+    # Both times by formula: a compiled time beside an estimated one would decide by the formula's error.
     found = search(anatomy, plan, plan.mesh.size, server)
     now = step_time(anatomy, plan, server).total
     return found.best if found.fitting and found.best.time.total < WORTH * now else None

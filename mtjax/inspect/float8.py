@@ -39,6 +39,7 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
         return None
     sizes = unfit_products(step.config.model, step.plan.tensor_degree).values()
     # XLA: pads the sizes of 16-bit matmuls to multiples of 8.
+    # Matmuls whose sizes do not fit 8 bits stay in 16; they are recognised by these sizes.
     left = [{size + -size % to for size in pair} for pair in sizes for to in (1, 8)]
     flops = eight = found = expected = 0
     missed: list[str] = []
@@ -65,6 +66,8 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
 def _wrong_ends(step: CompiledStep, forward: Mapping[bool, int]) -> list[str]:
     """Says whether not as many layers as the config asks for are in 16 bits, by matmuls of their forward passes."""
     wide, layers = sum(step.plan.fp8_ends), step.config.model.num_layers
+    # All layers have as many matmuls, so the two numbers relate like the numbers of layers; multiplied, because a
+    # layer's number of matmuls is not known here.
     if not wide or forward[False] * (layers - wide) == forward[True] * wide:
         return []
     return [

@@ -96,6 +96,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     Device numbers are places in the mesh, `mesh`'s last axis varying fastest.
     """
     sizes = tuple(mesh.values())
+    # A permute may leave devices out, as the last stage of a pipeline sends nothing onward; groups may not.
     if math.prod(sizes) != sum(len(g) for g in groups.members) and not groups.is_pairs:
         return None
     ids = np.array([i for g in groups.members for i in g])
@@ -105,7 +106,9 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     varying = {axis for c in coordinates for axis in np.flatnonzero((c != c[:, :1]).any(1)).tolist()}
     group_size = math.prod(sizes[a] for a in varying)
     if not groups.is_pairs and any(
-        len(set(g)) != group_size or _varying(c) != varying for g, c in zip(groups.members, coordinates, strict=True)
+        # Each group has to be a full product of these axes, or a group of half of the ranks would pass for one of all.
+        len(set(g)) != group_size or _varying(c) != varying
+        for g, c in zip(groups.members, coordinates, strict=True)
     ):
         return None
     return tuple(name for axis, name in enumerate(mesh) if axis in varying)

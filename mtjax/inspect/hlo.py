@@ -38,6 +38,8 @@ class Array:
 
 def dtype_bits(dtype: str) -> int:
     """Returns the bits of an element: the first number in the dtype's name (bf16, s32, f8e4m3fn, c64); 8 for pred."""
+    # XLA stores a predicate in a byte, though its name has no number; tokens and opaque types have none either, and no
+    # bytes.
     if dtype == "pred":
         return 8
     digits = re.search(r"\d+", dtype)
@@ -62,6 +64,7 @@ class Instruction:
     def op_name(self) -> str:
         """The path of scopes in jax's metadata, or "" when XLA dropped it."""
         match = _OP_NAME.search(self.attributes)
+        # XLA escapes quotes in metadata: state.parameters[\'stack\'] must become the name that jax gave.
         return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
     @property
@@ -72,6 +75,8 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of all computations it calls: fusions, loops, branches, async bodies, reducers."""
+        # `calls` comes alone (fusions) or as a list (custom calls). Reducers (`to_apply`) are among what is found, but
+        # they have neither matmuls nor collectives of their own.
         single = re.findall(
             r"(?:^|[\s,])(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
             self.attributes,
@@ -126,6 +131,7 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """Parameters in their order."""
+        # A schedule may print them in any order.
         parameters = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: int(i.operands[0]))
 
@@ -187,6 +193,7 @@ def with_trip_counts(module: Module, count: int, scope: str) -> Module:
         is_meant = instruction.opcode == "while" and instruction.trip_count is None
         if not is_meant or f"/{scope}/" not in instruction.op_name:
             return instruction
+        # In XLA's own notation, so that `trip_count` reads a length that was told like one that XLA found.
         known = f'{instruction.attributes}, backend_config={{"known_trip_count":{{"n":"{count}"}}}}'
         return replace(instruction, attributes=known)
 
@@ -218,6 +225,8 @@ def parse(text: str) -> Module:
     body: list[Instruction] | None = None
     for number, line in enumerate(lines[1:], 2):
         if body is None:
+            # What else stands between computations (XLA prints tables of file names and stack frames there) is no
+            # header.
             header = _HEADER.match(line)
             if header and "=" not in line.split("(")[0]:
                 name, body = header[2], []
@@ -226,6 +235,7 @@ def parse(text: str) -> Module:
             computations[name], body = Computation(name, _in_one_piece(body)), None
         elif line.strip():
             body.append(_instruction(line, number))
+    # Only now, as a fusion's body may be printed after the computation that calls it.
     computations = {name: _name_outputs(computation, computations) for name, computation in computations.items()}
     if entry not in computations:
         raise UserError("this HLO text has no ENTRY computation, or it is cut off")
@@ -247,6 +257,8 @@ def _in_one_piece(instructions: list[Instruction]) -> tuple[Instruction, ...]:
     def whole(instruction: Instruction) -> Instruction:
         if instruction.opcode == "fusion-start":
             return replace(instruction, opcode="fusion", arrays=results.get(instruction.name, instruction.arrays))
+        # A view costs nothing. What overlaps with the copy is thereby not counted as overlapped: times are too long,
+        # never too short.
         return replace(instruction, opcode="bitcast") if instruction.opcode == "fusion-done" else instruction
 
     return tuple(map(whole, instructions))
@@ -262,6 +274,8 @@ def _name_outputs(computation: Computation, computations: Mapping[str, Computati
         if fusion is None or fusion.opcode != "fusion" or not fusion.called or fusion.called[0] not in computations:
             return instruction
         body, index = computations[fusion.called[0]], instruction.attribute("index")
+        # A collective that reads this output takes its phase from the output's name, and the name that XLA prints is
+        # that of one of several operations, which may be in another phase.
         source = body.by_name.get(body.root.operands[int(index)]) if body.root.opcode == "tuple" and index else None
         name = _OP_NAME.search(source.attributes) if source else None
         return replace(instruction, attributes=f"index={index}, metadata={{{name[0]}}}") if name else instruction
@@ -279,6 +293,7 @@ def _instruction(line: str, number: int) -> Instruction:
         raise UserError(f"line {number} of the HLO text has no operation: {line.strip()[:80]!r}")
     end = skip(line, opcode.end() - 1)
     inside = line[opcode.end() : end - 1]
+    # Between these parentheses are a number, or values with commas and braces, and no names.
     literal = opcode[1] in ("parameter", "constant")
     return Instruction(
         name=start[2],
@@ -300,6 +315,7 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
 
 def _operands(inside: str) -> tuple[str, ...]:
     """Parses operand names, with or without "%", and with or without the operand's shape before them."""
+    # Whether XLA prints "%" and shapes depends on its version and on the print options of the backend.
     names = re.findall(r"%([\w.\-]+)", inside)
     if names or not inside.strip():
         return tuple(names)

@@ -44,7 +44,11 @@ def _visit(
         inner, known = executions(instruction)
         branch = module.stage_branches.get(instruction.name)
         for callee in module.callees(instruction):
+            # The table has a row for each tick of the loop around the branch, so its count is that of a step already:
+            # not times `count`.
             times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
+            # The kernel for unusual lengths of documents: in a usual step it never runs, and counting both would double
+            # attention.
             if is_choice(instruction) and not module.is_true_branch(instruction, callee):
                 times = 0
             yield from _visit(module, callee, times, exact and known, (*callers, site))
@@ -59,4 +63,5 @@ def executions(instruction: Instruction) -> tuple[int, bool]:
     """How often an instruction runs what it calls, and whether that is certain."""
     if instruction.opcode == "while":
         return instruction.trip_count if instruction.trip_count is not None else 1, instruction.trip_count is not None
+    # Sampling has a branch for each of its features, and the contract of decoding is that of a step with all of them.
     return 1, instruction.opcode != "conditional" or phase_of(instruction.op_name) in (SAMPLING, STAGES)

@@ -23,6 +23,7 @@ def host_copies(text: str, module: Module) -> tuple[int, int]:
     """
     if ON_HOST not in text:
         return 0, 0
+    # From the text, because only its layouts say in which memory an array is.
     sizes = dict(_sizes(text))
     read = written = 0
     for site in walk(module):
@@ -41,6 +42,8 @@ def exposed_bytes(text: str, module: Module) -> int:
         return 0
     sizes, waited = dict(_sizes(text)), 0
     counts = {site.instruction.name: site.count for site in walk(module) if site.instruction.name in sizes}
+    # Loops over layers have all of their copies in the body, so bodies are walked one by one, and each counts as often
+    # as its copies do.
     for computation in text.split("\n}"):
         now, count, ends, free = 0, 0, dict[str, int](), [0, 0]
         for line in computation.splitlines():
@@ -48,10 +51,12 @@ def exposed_bytes(text: str, module: Module) -> int:
                 continue
             if name[1] in counts:
                 direction, size = (0, sizes[name[1]][0]) if sizes[name[1]][0] else (1, sizes[name[1]][1])
+                # A link carries one copy at a time in each direction. Time is measured in bytes here.
                 ends[name[1]] = free[direction] = max(now, free[direction]) + size
                 count = counts[name[1]]
             elif (done := _DONE.search(line)) and done[1] in ends:
                 now = max(now, ends[done[1]])
+        # An iteration ends with its last copy, wherever that copy's end is scheduled.
         waited += count * max(now, *free)
     return waited
 
@@ -71,12 +76,15 @@ def _sizes(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
             continue
         result = line[name.end() : skip(line, name.end())]
         arrays = [(parse_arrays(array)[0].bytes, ON_HOST in layout) for array, layout in _ARRAY.findall(result)]
+        # XLA prints the operands' arrays within the result's; the slice is the first that is on the device and no
+        # index.
         if name[1].startswith("dynamic-slice-start"):  # (operands), result, token
             yield name[1], (next(size for size, hosted in arrays[1:] if size > _INDEX and not hosted), 0)
         elif name[1].startswith("dynamic-update-slice-start"):  # (stack, layer, indices), stack, token
             yield name[1], (0, arrays[1][0])
         elif name[1].startswith("copy-start"):  # destination, source, token
             (size, to_host), (_, from_host), *_ = arrays
+            # Copies within one memory take no link.
             if to_host != from_host:
                 yield name[1], (size * from_host, size * to_host)
 

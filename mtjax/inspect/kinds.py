@@ -35,6 +35,7 @@ class KindTime(NamedTuple):
 
 def time_of_kinds(roofline: Roofline, stacks: Sequence[Stack], plan: Plan) -> dict[str, KindTime]:
     """Returns the computing time of each kind of layers, by the name of their stack; {} where all layers are alike."""
+    # T5's two stacks have no letters by which a table could name them.
     if len(stacks) == 1 or not all(stack.pattern for stack in stacks):
         return {}
     scope, seconds = scope_pattern([stack.path for stack in stacks]), Counter[str]()

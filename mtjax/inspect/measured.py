@@ -28,7 +28,6 @@ from mtjax.inspect.measured_kernels import InstructionWork, MeasuredKernel, Ran,
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
-from mtjax.inspect.roofline import Roofline
 from mtjax.layout.mesh import AUTO, parse_mesh
 
 HOLDS_OTHERS = ("while", "call", "conditional")
@@ -131,6 +130,7 @@ def measure(report: Report, path: Path) -> Measured:
     operations = list(read_operations(trace, report.step.module.name))
     if not operations:
         raise UserError(f"{trace} has no operation of {report.step.module.name}: it is not a trace of training steps")
+    # Before names are looked up: a matmul inside a fusion is known to the module, but its time is the fusion's.
     outer = outermost(report.step.module)
     operations = [replace(o, name=outer.get(o.name, o.name)) for o in operations]
     known = instructions(report.step)
@@ -173,7 +173,8 @@ def measure(report: Report, path: Path) -> Measured:
 
 def work_of(report: Report) -> dict[str, InstructionWork]:
     """Returns what each operation that a device runs does, by its name; no collectives."""
-    roofline, module, sent = roofline_of(report), report.step.module, {c.name for c in report.collectives}
+    roofline = report.time.roofline if report.time else None
+    module, sent = report.step.module, {c.name for c in report.collectives}
     found: dict[str, InstructionWork] = {}
     for site in scheduled(module):
         if site.instruction.name in sent:
@@ -183,27 +184,19 @@ def work_of(report: Report) -> dict[str, InstructionWork]:
             each, by_products = roofline.seconds(site.computation, site.instruction)
             name, seconds = name if by_products else MEMORY, site.count * each
         before = found.get(site.instruction.name)
+        # A computation that several loops call has one instruction at several sites, and the trace adds their times up
+        # under one name.
         if before is not None and before.predicted is not None:
             seconds = before.predicted + (seconds or 0.0)
         found[site.instruction.name] = InstructionWork(name, seconds)
     return found
 
 
-def roofline_of(report: Report) -> Roofline | None:
-    """Builds the roofline of a program, with what was read in its kernels; None where the hardware is not known."""
-    if report.time is None:
-        return None
-    roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
-    if report.time.kernels is not None:
-        roofline.use(report.time.kernels.by_instructions)
-    return roofline
-
-
 def by_cause(
     report: Report, works: Mapping[str, InstructionWork], operations: Iterable[Operation], steps: int, devices: int
 ) -> dict[str, OfCause]:
     """Returns the measured time per step by cause, with the prediction where the hardware is known."""
-    roofline, sent = roofline_of(report), {c.name for c in report.collectives}
+    roofline, sent = report.time.roofline if report.time else None, {c.name for c in report.collectives}
     causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
     for work in works.values():
         if work.predicted is not None:
@@ -272,7 +265,7 @@ def gaps(spans: list[tuple[float, float]]) -> float:
 
 def predict_sent(report: Report, measured: Measured) -> None:
     """Adds all collectives of the program, with their predicted time."""
-    roofline = roofline_of(report)
+    roofline = report.time.roofline if report.time else None
     for c in report.collectives:
         sent = measured.collectives.setdefault((c.phase, c.kind, c.axes), Sent())
         sent.count += c.count
@@ -291,6 +284,7 @@ def find_trace(path: Path) -> Path:
     found = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb")) if path.is_dir() else []
     if not found:
         raise UserError(f"{path} has no trace of jax's profiler (.xplane.pb): mtjax train --profile 10:13 writes one")
+    # A run's folder has a trace for each time it was profiled, and for each process.
     return max(found, key=lambda p: p.stat().st_mtime)
 
 
@@ -300,6 +294,7 @@ def check_same_run(trace: Path, config: Config) -> None:
     Raises:
       UserError: names the settings that differ.
     """
+    # RUN/profile/plugins/profile/DATE/HOST.xplane.pb.
     beside = next((p / "config.toml" for p in trace.parents[:5] if (p / "config.toml").is_file()), None)
     if beside is None:
         return
@@ -328,6 +323,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
     except Exception as e:
         raise UserError(f"{trace} can't be read as a trace of jax's profiler: {first_line(e)}") from e
     gpus = [plane for plane in planes if plane.name.startswith("/device:")]
+    # On CPUs operations run in the host's threads.
     for plane in gpus or planes:
         for line in plane.lines:
             if gpus and not line.name.startswith("Stream"):
@@ -335,6 +331,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
             for event in line.events:
                 stats: dict[str, Any] = dict(event.stats)
                 if str(stats.get("hlo_module", "")).partition("(")[0] == module and "hlo_op" in stats:
+                    # A plane is one GPU, but all virtual CPU devices share the host's plane.
                     device = f"{plane.name}/{stats.get('device_ordinal', 0)}"
                     yield Operation(str(stats["hlo_op"]), device, event.start_ns / 1e9, event.duration_ns / 1e9)
 
@@ -371,6 +368,7 @@ def _unnumbered(name: str) -> str:
 
 def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
     """Returns the number of traced steps: how often a device ran most of the operations that a step runs once."""
+    # The median: an operation at the edge of the traced window may be missing, or be there once more.
     once = {i.name for i in step.module.entry.instructions if i.opcode not in HOLDS_OTHERS}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for operation in operations:
@@ -386,6 +384,8 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
     for o in operations:
         first[o.device] = min(first.get(o.device, o.start), o.start)
         last[o.device] = max(last.get(o.device, 0.0), o.start + o.seconds)
+    # From first to last operation: the pause between steps, in which the host launches the next, is left out of a
+    # single step.
     return max(last[device] - first[device] for device in first) / steps
 
 

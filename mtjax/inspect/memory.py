@@ -74,11 +74,15 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
     formula = stage_memory(step.anatomy, plan)
+    # A gradient is sharded like the moments, so one optimizer array's bytes are those of the gradients. Other
+    # optimizers have moments of other shapes.
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
     is_plain = plan.optimizer.name == "adamw" and not plan.offloads_optimizer
     shard = optimizer / moments if is_plain else formula.gradients
     are_sharded = plan.zero > 0 and plan.reduces_in_backward
     full = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
+    # The compiler's temporaries are one number, so gradients are counted and the rest is called activations, which must
+    # not become negative.
     gradients = min(int(shard) if are_sharded else full, stats.temporaries)
     reads, writes = host_copies(step.text, step.module)
     return MemoryReport(
@@ -125,6 +129,7 @@ def host_violations(memory: MemoryReport, *, saves_inputs: bool = False) -> list
     violations = [
         f"a step {does} {size:,} bytes of the host's memory instead of {formula:,}"
         for does, (size, formula) in found.items()
+        # To the byte: a state that silently stays on the device, or is copied twice, has no other symptom than time.
         if size != formula
     ]
     if not saves_inputs and memory.host_exposed > memory.host_exposed_formula:

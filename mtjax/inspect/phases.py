@@ -42,6 +42,7 @@ def combined_paths(op_name: str) -> list[str]:
     colon = op_name.find(":")
     if colon < 0 or not op_name.endswith(")"):
         return [op_name]
+    # The parenthesis that holds the list: paths have others before it, as in "transpose(jvp(layers))".
     depth = 0
     for i in range(colon, -1, -1):
         depth += {")": 1, "(": -1}.get(op_name[i], 0)
@@ -69,6 +70,8 @@ def locate(computation: Computation, instruction: Instruction) -> tuple[str, str
     phase decides, producers first: a reduction has the phase of its operands.
     """
     phase = phase_of(instruction.op_name)
+    # An operation with a name that tells no phase is outside of all phases; asking its neighbours would put it into
+    # one.
     if phase or instruction.op_name:
         return phase or OTHER, instruction.op_name, True
     for neighbour in _nearest(computation, instruction):
@@ -86,6 +89,8 @@ def _nearest(computation: Computation, start: Instruction) -> Iterator[Instructi
         current = queue.popleft()
         producers = [computation.by_name[n] for n in current.operands if n in computation.by_name]
         for neighbour in (*producers, *computation.users.get(current.name, ())):
+            # These join values of all parts of a step: across them the search would find the phase of something
+            # unrelated.
             if neighbour.name in seen or neighbour.opcode in ("parameter", "tuple", "constant"):
                 continue
             seen.add(neighbour.name)

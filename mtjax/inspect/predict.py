@@ -58,6 +58,8 @@ class TimeReport:
     """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
     kinds: Mapping[str, KindTime]
     """Computing time of each kind of layers, where there are several."""
+    roofline: Roofline
+    """What was walked, with the clocks and streams of this program."""
     copying: float = 0.0
     """Seconds of exposed copies of offloaded states from and to the host's memory."""
     kernels: KernelReport | None = None
@@ -91,6 +93,7 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
+    # By formula: copies to the host are no operations on either clock of the walk.
     copying = exposed_host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
     seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
@@ -116,6 +119,7 @@ def predict(
         hfu=flops / seconds / peak,
         layers=layer_timelines(roofline),
         kinds=time_of_kinds(roofline, step.anatomy.stacks, step.plan),
+        roofline=roofline,
         kernels=kernels,
     )
 
@@ -126,8 +130,11 @@ def layer_timelines(roofline: Roofline) -> dict[str, tuple[Event, ...]]:
     for walked in roofline.walked.values():
         times = {phase: walked.phases[phase].total for phase in LAYER_PHASES if phase in walked.phases}
         inside = any(event.label.startswith("while") for event in walked.events)
+        # A layer's body has no loop in it, and does hardly anything but the layer: pipelines' ticks and microbatches'
+        # loops are left out.
         if not times or inside or sum(times.values()) < 0.5 * walked.seconds:
             continue
+        # With recompute the body has both, and is the backward pass.
         name = LAYER_BACKWARD if LAYER_BACKWARD in times else LAYER_FORWARD
         if walked.seconds > slowest.get(name, (0.0, ()))[0]:
             slowest[name] = (walked.seconds, tuple(walked.events))

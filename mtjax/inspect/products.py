@@ -74,6 +74,7 @@ def product_of(computation: Computation, instruction: Instruction) -> BatchedMat
     if not _LIBRARY_PRODUCT.search(target):
         return None
     numbers = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', instruction.attributes)
+    # cuBLAS's calls name their dimensions in JSON. Where they don't, it is [m,k] x [k,n].
     named = json.loads(numbers[1]) if numbers else {}
     return _dot(
         computation,
@@ -88,6 +89,7 @@ def _dot(
 ) -> BatchedMatmul:
     left = computation.by_name[instruction.operands[0]].arrays[0]
     k = math.prod(left.dims[d] for d in contracting)
+    # n follows from the result, so that the right operand's dimensions, which XLA may have merged, are not needed.
     batches = math.prod(left.dims[d] for d in batch)
     m = left.elements // max(k * batches, 1)
     n = instruction.arrays[0].elements // max(m * batches, 1)
@@ -110,9 +112,12 @@ def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_
     query, key, value = operands[:3]
     batch, queries, heads, width = query.dims
     # Scores, output; scores, gradients of probabilities, keys, values; scores, gradients of probabilities, queries.
+    # Backward each of the two kernels computes scores and gradients of probabilities again, rather than store what has
+    # the size of scores.
     of_keys, of_values = {FORWARD: (1, 1), KEYS_BACKWARD: (2, 2), QUERIES_BACKWARD: (2, 1)}[kernel]
     pairs = batch * heads * queries * key.dims[1] / (1 + is_causal)
     padded = of_keys * padded_width(width) + of_values * padded_width(value.dims[3])
+    # Dropout's keys are the only unsigned integers among the operands.
     own = Own(2 * pairs * padded, pairs * any(a.dtype == "u32" for a in operands))
     widths = of_keys * width + of_values * value.dims[3]
     return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own=own)
@@ -126,6 +131,7 @@ def is_own_attention(text: str) -> bool:
 def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[BatchedMatmul]:
     """Returns the matmuls of an operation, with those of computations that it fuses or calls, each once."""
     direct = product_of(computation, instruction)
+    # Each once: loops are no operations that callers ask about, and a fusion runs what is in it once.
     callees = ((callee, inner) for callee in module.callees(instruction) for inner in callee.instructions)
     return [*([direct] if direct else []), *(p for callee in callees for p in products_of(module, *callee))]
 

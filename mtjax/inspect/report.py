@@ -161,6 +161,8 @@ def report(
     symbols = {**named, **letters(step, named)}
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
+    # Of the servers for which time is predicted: a group that is inside one of those compiled for may span several of
+    # these.
     per_server, model = server.gpus if server else step.target.devices_per_server, step.config.model
     ragged_share = exchanged_share(model, step.plan.expert_degree) if model.num_experts else 1.0
     collectives = find_collectives(step.module, step.mesh_axes, per_server, ragged_share)
@@ -169,6 +171,7 @@ def report(
     counted, float8 = count_flops(step.module), float8_products(step)
     memory = memory_report(step, server.gpu.memory if server else None, teacher)
     violations = (*verdict.violations, *replicated, *(float8.missed if float8 else ()))
+    # XLA for CPUs has one memory.
     violations += tuple(host_violations(memory, saves_inputs=step.plan.recompute_offload)) if step.target.is_gpu else ()
     return Report(
         step=step,
@@ -196,6 +199,7 @@ def table(collectives: Sequence[Collective]) -> list[CollectiveRow]:
     """Groups collectives by phase, kind, axes and arrays; in the order of a step."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
+        # `is_known` belongs to the key, or a certain collective would get the question mark of an uncertain one.
         key = (PHASES.index(c.phase), c.kind, c.axes, c.arrays, c.servers, c.is_async, c.is_known)
         groups.setdefault(key, []).append(c)
     return [_row(groups[key]) for key in sorted(groups, key=lambda k: k[0])]
@@ -246,6 +250,7 @@ def replicated_parameters(step: CompiledStep, contract: Contract) -> list[str]:
         name = dotted(path)
         array = local.get("state.parameters" + jax.tree_util.keystr(path))
         sharded = [axis for axis in names if axis in contract.split]
+        # A parameter that the step never reads is no argument of the program.
         if array is None or not sharded or degree == 1 or array.dims != shapes[name]:
             continue
         notes.append(

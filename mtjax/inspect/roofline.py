@@ -108,6 +108,7 @@ class Roofline:
         side_by_side: bool = False,
     ) -> None:
         self.module, self.server, self.side_by_side = module, server, side_by_side
+        # Peaks of matmuls depend on the bytes of an element; 8 bits have a factor of their own in `Machine.product`.
         self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
         self.launch = self.machines[2].constants.launch
         self.collectives: Mapping[str, Collective] = {c.name: c for c in collectives}
@@ -118,6 +119,7 @@ class Roofline:
     def use(self, by_instructions: Mapping[str, float]) -> None:
         """Takes account of a third clock: the seconds that the instructions of operations' kernels take, by name."""
         self.by_instructions = by_instructions
+        # They were timed with two clocks.
         self.walked.clear()
 
     def run(self) -> Walked:
@@ -126,6 +128,8 @@ class Roofline:
 
     def walk(self, computation: Computation, taken: Taken = NONE_TAKEN) -> Walked:
         """One execution of a computation, remembered by its name and the branches on the stage that are taken in it."""
+        # Without branches that the computation does not contain, so that a layer's body is walked once and not once per
+        # tick.
         key = (computation.name, taken & self._branches_on_stage(computation))
         if key not in self.walked:
             self.walked[key] = _Clock(self, computation, key[1]).run()
@@ -148,6 +152,7 @@ class Roofline:
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
             elif is_choice(instruction):
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c)]
+            # Branches that depend on data: what is not known counts as long as it may take.
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
             yield Execution(slowest, taken, 1)
             return
@@ -157,6 +162,7 @@ class Roofline:
             if callee.name == condition:
                 continue
             if instruction.opcode == "while" and (inner := self._branches_on_stage(callee)):
+                # Ticks with the same branches take the same time; a timetable has hundreds of ticks and a few kinds.
                 ticks = Counter(self._slowest(callee, inner, tick) for tick in range(times))
                 yield from (Execution(callee, of_tick, count) for of_tick, count in ticks.items())
             else:
@@ -206,6 +212,7 @@ class Roofline:
         ways = collective.group_size
         if ways <= 1:
             return 0.0
+        # The kinds that have an algorithm; permutes, broadcasts and unknown ones take their bytes once.
         operation = collective.kind if collective.kind in KINDS[:5] else "send"
         transfer = Transfer("", ways, operation, "", 1, collective.sent_bytes, 1)
         return self.machines[2].transfer(transfer, inside=max(1, ways // collective.servers))
@@ -249,6 +256,7 @@ class _Clock:
 
     def _send(self, instruction: Instruction, collective: Collective) -> None:
         link = self.roofline.side_by_side and collective.servers > 1
+        # NCCL's kernels of one stream run one after the other.
         start = max(self.now, self.sending_until[link])
         end = start + self.roofline.collective_seconds(collective)
         self.sending_until[link] = end

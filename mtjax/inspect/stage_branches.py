@@ -53,6 +53,8 @@ def with_stage_branches(module: Module, table: Timetable, sections: int) -> Modu
       sections: of the model.
     """
     found: dict[str, StageBranch] = {}
+    # The program runs the phases of the timetable in order, so a loop that is recognised also dates the branches before
+    # it.
     phases, alone = table.phases, list[Instruction]()
     for instruction in module.entry.instructions:
         if _is_on_stage(instruction):
@@ -61,6 +63,7 @@ def with_stage_branches(module: Module, table: Timetable, sections: int) -> Modu
             on_stage = [i for body in module.callees(instruction) for i in body.instructions if _is_on_stage(i)]
             lengths = [phase.stop - phase.start for phase in phases]
             if on_stage and instruction.trip_count in lengths:
+                # Of phases of the same length the next one; those that were found are dropped from the list.
                 number = lengths.index(instruction.trip_count)
                 found |= _of_single_ticks(module, alone, phases[:number], table, sections)
                 found |= _of_phase(_classified(module, on_stage, sections), phases[number], table, sections)
@@ -73,6 +76,7 @@ def _is_on_stage(instruction: Instruction) -> bool:
     skips layers that only others have (`mtjax.models.padding_layers`). They count as never skipped."""
     if instruction.opcode != "conditional" or phase_of(instruction.op_name) != STAGES:
         return False
+    # What is around the branch: in a layer's phase it is the layer that is skipped.
     around, _, _ = instruction.op_name.rpartition("stages")
     return phase_of(around) not in LAYER_PHASES
 
@@ -86,6 +90,7 @@ def _of_single_ticks(
     seen: set[tuple[str, bool, int]] = set()
     for branch in _classified(module, instructions, sections):
         key, phase = branch[1:], left[0] if left else None
+        # A tick runs its forward half first: a forward branch after a backward one is in the next tick.
         is_forward_again = not branch.is_backward and any(is_backward for _, is_backward, _ in seen)
         has_half = phase is not None and (phase.backward if branch.is_backward else phase.forward)
         if phase is not None and (key in seen or is_forward_again or not has_half):
@@ -105,6 +110,7 @@ def _classified(module: Module, instructions: Sequence[Instruction], sections: i
         if sections == 1:
             yield _Branch(instruction, _kind(phases), is_backward, 0)
             continue
+        # Names do not tell encoder from decoder; the order in which the executor writes their halves does.
         section = counts[is_backward] % sections
         counts[is_backward] += 1
         yield _Branch(instruction, OTHER_SECTION, is_backward, section)
@@ -141,6 +147,8 @@ def _of_phase(
     found = {}
     for branch in branches:
         halves = (table.backward if branch.is_backward else table.forward)[phase.start : phase.stop]
+        # Losses are counted on the last stage and everything else on the first: contract and counts are of the stage
+        # that has the work.
         rows = (
             tuple(_is_taken(branch, stage, work, table, sections) for stage, work in enumerate(half)) for half in halves
         )
@@ -149,6 +157,8 @@ def _of_phase(
 
 
 def _is_taken(branch: _Branch, stage: int, work: Work | None, table: Timetable, sections: int) -> bool | None:
+    # Idle halves compute as if they had the first chunk, and their results are discarded
+    # (`mtjax.sharding.pipeline.executor`).
     chunk, each = work.chunk if work else 0, table.chunks // sections
     is_other = chunk // each != branch.section
     if branch.kind == OTHER_SECTION or is_other:

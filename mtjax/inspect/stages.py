@@ -109,6 +109,7 @@ def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...
         for site in sites:
             phases = _hiding_phases(module, site)
             hidden += site.count if phases else 0
+            # One permute may overlap with matmuls of several phases, so these counts add up to more than `hidden`.
             behind.update(dict.fromkeys(phases, site.count))
         yield Permutes(
             carries, arrays, sum(site.count for site in sites), sum(a.bytes for a in arrays), hidden, dict(behind)
@@ -148,6 +149,7 @@ def _hiding_phases(module: Module, site: Site) -> list[str]:
         return []
     window = overlap_window(holder.computation, holder.instruction)
     phases = {phase for i in window if computes(i) for phase in _product_phases(module, holder.computation, i)}
+    # What matters is a layer's matmul: beside element-wise work alone a permute would not be hidden.
     return [phase for phase in LAYER_PHASES if phase in phases]
 
 

@@ -18,7 +18,7 @@ from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.errors import UserError, install_extra
 from mtjax.layout.mesh import MeshShape
 from mtjax.runtime.devices import MAX_CPU_DEVICES, attach_devices, has_gpu, use_gpu_memory
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 
 CPU = "cpu"
 ATTACHED = "attached"
@@ -39,6 +39,7 @@ class Target:
     @property
     def devices_per_server(self) -> int:
         """Consecutive devices of the mesh that share a server; all devices where there are no servers."""
+        # Larger than any mesh.
         return self.server.gpus if self.server else 1 << 30
 
     def mesh(self, mesh_shape: MeshShape) -> Mesh:
@@ -69,6 +70,7 @@ def find_target(name: str, link: float | None = None, network: float | None = No
     Raises:
       UserError: there is no such target, or bandwidths are given for CPUs.
     """
+    # XLA's programs for CPUs have no time, so a speed would be ignored without a word.
     if name == CPU:
         if link or network:
             raise UserError("--intra-bandwidth and --inter-bandwidth need a GPU target, and the target is cpu")
@@ -83,6 +85,7 @@ def running_target(mesh: Mesh) -> Target:
     """Returns the target of a mesh of real devices, also of GPUs that are not in the hardware table."""
     device = mesh.devices.flat[0]
     gpu = by_device_kind(device.device_kind)
+    # A run on GPUs that no table knows is not refused: it has a contract, and only no time.
     if device.platform not in ("gpu", "cuda") or gpu is None:
         return Target(CPU if device.platform == "cpu" else ATTACHED, None, is_gpu=device.platform != "cpu")
     server = dataclasses.replace(SERVERS[gpu.name], gpus=jax.local_device_count())
@@ -119,6 +122,7 @@ def judged_by(device: Any) -> Iterator[None]:
     if capability is None:
         yield
         return
+    # jax has no parameter for it.
     asked = fused_attention_stablehlo.check_compute_capability
     fused_attention_stablehlo.check_compute_capability = lambda least: _version(capability) >= _version(least)
     try:
@@ -140,12 +144,14 @@ def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
     missing = [name for name in (PLUGIN, "nvidia") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"compiling for absent GPUs needs the extra aot: {install_extra('aot')}")
+    # XLA's topology has no server with fewer GPUs than the others.
     each = server.each_of(count)
     if not has_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # else the plugin logs an error about the missing driver
     topology = topologies.get_topology_desc(
         topology_name=server.target,
         platform="cuda",
+        # Slices x servers x GPUs.
         topology=f"1x{count // each}x{each}",
         target_config=server.gpu.target_description(),
     )

@@ -280,6 +280,7 @@ def time_lines(report: Report) -> str:
         "[bold]FLOPs of a step[/]",
         f"  matmuls {si(flops.counted, 'FLOP')} compiled, {si(flops.formula, 'FLOP')} by formula "
         f"({flops.difference:+.2%})"
+        # A formula of FLOPs is exact, so more in the program means that XLA computes some again.
         + (": XLA rematerializes some of them to save memory" if flops.difference > 0.01 else "")
         + (", with equal loads of all experts" if report.config.model.num_experts else ""),
     ]

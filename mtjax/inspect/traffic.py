@@ -2,6 +2,7 @@
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
 
+# Inside a kernel these happen in registers: what counts are the bytes of the array that comes from memory.
 _VIEWS = ("bitcast", "reshape", "copy", "convert")
 
 
@@ -16,9 +17,12 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
         if fused is not None:
             return _fusion(fused)
     if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+        # The slice is read and written; its operand may be the stack of all layers, of which nothing else is touched.
         return 2 * instruction.bytes
     if instruction.opcode == "dynamic-update-slice":
+        # XLA updates in place where it can, and in the stacks of loops it can.
         return 2 * computation.by_name[instruction.operands[1]].bytes
+    # A broadcast reads next to nothing.
     if instruction.opcode in ("iota", "broadcast", "partition-id"):
         return instruction.bytes
     return instruction.bytes + sum(a.bytes for a in computation.operand_arrays(instruction))
@@ -44,6 +48,7 @@ def _read(fused: Computation, value: Instruction) -> int:
         elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
             read += fused.by_name[user.operands[2]].bytes  # the rows to which updates are added
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
+            # In the bytes of the parameter: what a conversion to float32 reads behind it has twice as many.
             read += _read(fused, user) * value.bytes // max(user.bytes, 1)
         else:
             return value.bytes
@@ -68,6 +73,7 @@ def _written(fused: Computation, root: Instruction) -> int:
         return fused.by_name[root.operands[2]].bytes
     if root.opcode == "bitcast" and root.operands[0] in fused.by_name:
         return _written(fused, fused.by_name[root.operands[0]])
+    # Passed through, not written.
     if root.opcode == "parameter":
         return 0
     return root.bytes

@@ -4,6 +4,7 @@
 def size(number: float) -> str:
     """Formats bytes in decimal units: 1.5 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # What three digits would round up to 1,000 is shown in the larger unit.
         if number >= 0.9995 * scale:
             return f"{_three_digits(number / scale)} {unit}"
     return f"{number:.0f} B"

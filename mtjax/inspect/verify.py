@@ -42,6 +42,7 @@ class Check:
 
 def counted_parameters(step: CompiledStep) -> int:
     """Returns the number of parameters in the model's abstract tree, without slots of stages that hold no layer."""
+    # Stages with fewer layers than others have empty slots, which are parameters of the program and not of the model.
     orders = layer_orders(step.config.model, step.config.parallel)
     leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
     return sum(math.prod(shape_without_padding(leaf, order_of(dotted(path), orders))) for path, leaf in leaves)

@@ -30,11 +30,13 @@ def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | Non
         return allowed
     try:
         output = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=60).stdout
+    # A driver that hangs answers for none of its GPUs.
     except subprocess.TimeoutExpired:
         return []
     answering = [line.strip() for line in output.splitlines() if line.strip().isdigit()]
     if allowed is None:
         return answering
+    # Names of MIG devices and UUIDs (GPU-..., MIG-...) are not among nvidia-smi's indices, and are taken as they are.
     return [name for name in allowed if name in answering or not name.isdigit()]
 
 
@@ -46,6 +48,7 @@ def mesh_within(config: Config, devices: int) -> MeshShape:
       UserError: no mesh fits.
     """
     wanted = parse_mesh(config.parallel.mesh)
+    # Only the data parallel degree becomes smaller: with any other one a device would need more memory.
     for data in range(wanted.data, 0, -1):
         mesh_shape = replace(wanted, data=data)
         if mesh_shape.size <= devices and _divides(config, mesh_shape):

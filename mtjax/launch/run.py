@@ -59,7 +59,9 @@ def launch(
     check_processes(mesh, size, count, devices)
     if mesh != AUTO:
         check_config(config, parse_mesh(mesh))
+    # Devices of a process: also after a restart on fewer devices, so that processes become fewer and not smaller.
     share = size // count
+    # Chosen once: each restart has to find the checkpoints of the attempt before.
     folder = choose_folder(config.output, name)
     arguments = [*arguments, "--out", str(folder)]
     for attempt in range(restarts + 1):
@@ -68,6 +70,7 @@ def launch(
             mesh, size = _mesh(_within(config, devices), devices, processes)
         used = None if devices is None else devices[:size]
         ended = _run([*arguments, "--mesh", mesh], max(1, size // share), used, config.parallel.peer_timeout)
+        # 2 is wrong input, 130 Ctrl-C: another attempt would end in the same way, or against the user's will.
         if ended.requested or ended.code in (0, 2, 130) or attempt == restarts:
             return ended.code
         pause = min(LONGEST_PAUSE, 2.0**attempt)

@@ -97,6 +97,7 @@ def choose_kernel(
         return "cudnn", None
     tokens, ways = config.model.sequence_length, 1 if mesh is None else mesh.model
     is_small = tokens <= LONGEST_WHOLE and config.model.num_heads / ways * tokens**2 <= LARGEST_WHOLE
+    # What rules out cuDNN everywhere (CPUs, float32, ...) also makes blocks no better than all scores.
     is_whole = never is not None or is_small
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
@@ -234,6 +235,7 @@ def spans_of(queries: int, at_a_time: int) -> int:
       queries: of a sample.
       at_a_time: of these whose scores are held at a time.
     """
+    # Shorter samples gain nothing: a span must have more queries than are computed at a time.
     return SPANS if queries % (SPANS * at_a_time) == 0 and queries > SPANS * at_a_time else 1
 
 

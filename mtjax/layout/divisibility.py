@@ -84,6 +84,7 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     sizes = [*split_heads(model), *inner_widths(model)]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
+    # Stacks of one section have the same tokens: their sequence is named once.
     lengths = {"" if stack.among else stack.side: stack.tokens for stack in stacks_of(model)}
     sizes += [("act_seq", f"{side}sequence_length", tokens) for side, tokens in lengths.items()]
     for axis, name, size in sizes:
@@ -210,6 +211,7 @@ def _microbatch_problems(plan: Plan, microbatch: int | None) -> Iterator[str]:
     if microbatch is not None:
         return
     samples, stages = plan.global_batch_size // plan.data_degree, plan.mesh.stage
+    # The largest size with as many microbatches as stages, so that the bubble is at most half.
     sizes = (size for size in range(1, samples + 1) if samples % size == 0)
     largest = max(size for size in sizes if samples // size >= stages or size == 1)
     yield (
@@ -351,6 +353,7 @@ def check_ramp(config: Config, sizes: Sequence[int], mesh: MeshShape) -> None:
 
 def parts_of_samples(layout: Layout, mesh: MeshShape) -> int:
     """Returns the number of which every sequence length is a multiple, for context and sequence parallelism."""
+    # Two chunks for each rank (zig-zag).
     chunks = 2 * mesh.degree(layout.rules.seq) if layout.rules.seq else 1
     return math.lcm(chunks, mesh.degree(layout.rules.act_seq))
 

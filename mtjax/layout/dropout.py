@@ -10,6 +10,7 @@ def keep_threshold(rate: float) -> int:
 
     The rate is rounded to a multiple of 2^-16 = 0.0000153, but neither to 0 nor to 1: 0.1 is 6554 / 65536 = 0.100006.
     """
+    # A rate above 0 always drops something, and a rate below 1 always keeps something: nothing is divided by 0.
     return min(max(round(rate * _NUMBERS), 1), _NUMBERS - 1)
 
 

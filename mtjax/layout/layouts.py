@@ -28,6 +28,7 @@ over pipeline stages, experts over `expert`."""
 def zero_axes(axes: Axes) -> Axes:
     """Returns the mesh axes over which ZeRO shards what is replicated otherwise, of a mesh with `axes`: without
     sharding groups all over which a batch is sharded, otherwise those of a group."""
+    # Ranks along them see other tokens, and have the same parameters.
     return (SHARD if SHARD in axes else DATA, CONTEXT, EXPERT)
 
 

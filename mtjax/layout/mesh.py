@@ -152,6 +152,7 @@ def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
         shard, remainder = divmod(group, inside)
         if not remainder and shard > 1 and mesh.data % shard == 0:
             yield replace(mesh, data=mesh.data // shard, shard=shard)
+        # Larger groups are for widths that ZeRO can't divide over all ranks.
         if mesh.divides(width):
             return
         group *= 2
@@ -177,6 +178,7 @@ def parse_mesh(text: str) -> MeshShape:
         )
     if len(text) > LONGEST:
         raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
+    # Not \d, which digits of other scripts match, too.
     if re.fullmatch(r"\s*[0-9]+(x[0-9]+){0,2}\s*", text):
         numbers = [int(number) for number in text.split("x")]
         degrees = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))

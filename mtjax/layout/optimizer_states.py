@@ -89,6 +89,7 @@ def matrices_of(names: tuple[str, ...]) -> MatrixDims | None:
     for i, name in enumerate(names):
         if name in STACKED:
             continue
+        # Heads and their width are one dimension of the matrix: it maps to, or from, all heads together.
         if name in HEADS and groups and names[groups[-1][-1]] in HEADS:
             groups[-1].append(i)
         else:

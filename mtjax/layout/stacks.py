@@ -9,7 +9,7 @@ from mtjax.config.families import kind_of
 from mtjax.config.layer_pattern import KIND_OF, loops_of_pattern
 from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers
 from mtjax.config.ssm import letters_of
-from mtjax.families.retro.config import first_retro_layer, later_retro_layers, neighbour_tokens, plain_layers
+from mtjax.families.registry import FAMILIES, load_part
 
 STACK = "stack"
 """Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
@@ -22,7 +22,7 @@ ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
 
 Kinds = Mapping[str, tuple[str, str]]
-"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.mixers.registry`."""
+"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.layer`."""
 _HYBRID: Kinds = {letter: (kind, kind) for letter, kind in KIND_OF.items()}
 _WITH_EXPERTS: Kinds = {"T": (DENSE, "transformer"), "X": (STACK, "transformer with experts")}
 """Kinds of a decoder in which some layers have experts: `first_dense_layers` 2 of 5 is TTXXX, `moe_every` 3 TTXTTX."""
@@ -75,14 +75,14 @@ class LayerStack:
 @cache
 def stacks_of(model: Model) -> tuple[LayerStack, ...]:
     """Returns a model's stacks of layers, in the order of their sections."""
+    if stacks := FAMILIES[model.family].stacks:
+        return load_part(stacks)(model)
     tokens = model.sequence_length
     if kind_of(model) == "encoder-decoder":
         encoder = LayerStack(f"{ENCODER}.{STACK}", model.num_layers, tokens, is_encoder=True)
         side = f"{DECODER}_"
         kind, layers = "transformer with cross-attention", decoder_layers(model)
         return encoder, LayerStack(f"{DECODER}.{STACK}", layers, decoder_length(model), side=side, kind=kind)
-    if model.family == "retro":
-        return _stacks_of_retro(model)
     if letters := letters_of(model):
         return _stacks_of_pattern(letters, _HYBRID, tokens)
     if dense := dense_layers(model):
@@ -100,40 +100,9 @@ def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerSt
         side, section = "" if is_last else f"{path}_", {"among": len(pattern), "pattern": pattern, "letter": letter}
         return LayerStack(path, len(numbers), tokens, side, numbers, kind=kind, **section)
 
+    # In the order of `kinds`, so that symbols do not depend on which layer is first.
     letters = [letter for letter in kinds if letter in pattern]
     return tuple(stack(letter, is_last=letter == letters[-1]) for letter in letters)
-
-
-ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST = "encoder_first", "first_attention", "first_rest"
-"""Paths of Retro's first encoder layer, which also reads the chunk, and of the two parts of the first layer with
-chunked cross-attention: self-attention, and what follows the encoder."""
-PLAIN, RETRO = "plain", "retro"
-"""Paths of its layers without chunked cross-attention, and of the other ones with it."""
-
-
-def _stacks_of_retro(model: Model) -> tuple[LayerStack, ...]:
-    """Returns the stacks of a Retro, in the order in which they first run; the last has no prefix. In their section the
-    encoder runs within the first layer with chunked cross-attention."""
-    first, each, read = first_retro_layer(model), model.sequence_length, neighbour_tokens(model)
-    encoding = model.retro_encoder_layers
-    found = [
-        (PLAIN, "transformer", plain_layers(model), each),
-        (FIRST_ATTENTION, "attention", (first,), each),
-        (ENCODER_FIRST, "transformer with cross-attention", (0,), read),
-        (ENCODER, "transformer", tuple(range(1, encoding)), read),
-        (RETRO, "retro", later_retro_layers(model), each),
-        (FIRST_REST, "retro after its encoder", (first,), each),
-    ]
-
-    def stack(path: str, kind: str, numbers: tuple[int, ...], tokens: int) -> LayerStack:
-        side, among = (
-            "" if path == FIRST_REST else f"{path}_",
-            encoding if path.startswith(ENCODER) else model.num_layers,
-        )
-        stream = f"{ENCODER_FIRST}_" if path.startswith(ENCODER) else ""
-        return LayerStack(path, len(numbers), tokens, side, numbers, stream, among, bool(stream), kind)
-
-    return tuple(stack(*one) for one in found if one[2])
 
 
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:

@@ -62,6 +62,7 @@ class LayerOrder:
         def placed(chunk: tuple[int, ...]) -> tuple[int, ...]:
             """Puts each layer into the next slot of its letter; returns the numbers in the slots of `letter`."""
             waiting = [number for number in chunk if number != PADDING]
+            # Slots are those of the chunk that needs most; a layer waits for the next slot of its letter.
             numbers = [waiting.pop(0) if waiting and pattern[waiting[0]] == slot else PADDING for slot in slots]
             return tuple(number for number, slot in zip(numbers, slots, strict=True) if slot == letter)
 
@@ -94,6 +95,7 @@ def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[
       per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
     """
     counts = per_stage or (layers // stages,) * stages
+    # All stages have the slots of the largest, as a mesh axis shards the stack in equal parts.
     slots, first = max(counts) // chunks, 0
     numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
     for chunk in range(chunks):

@@ -106,6 +106,8 @@ def timetable(schedule: ScheduleName, stages: int, microbatches: int, chunks: in
     depth = stages * chunks
     last = _forward_tick(microbatches - 1, stages, chunks)
     # Ticks from a microbatch's first forward half to its first backward half.
+    # GPipe: behind the last microbatch's last chunk. 1F1B: in the tick of a microbatch's own last forward half, whose
+    # result the backward half of the same tick reads.
     delay = last + depth if schedule == "gpipe" else depth - 1
     forward = _forward_work(stages, microbatches, chunks)
     backward = _work(
@@ -148,6 +150,7 @@ def _work(
     stages: int, microbatches: int, chunks: int, tick: Callable[[int, int], int]
 ) -> dict[_TickStage, tuple[int, int]]:
     """Maps (tick, stage) to (microbatch, chunk), if the model's chunk k runs in `tick(microbatch, k)`."""
+    # The model's chunk k is on stage k mod stages: with several chunks a microbatch goes around the stages.
     pairs = ((i, k) for i in range(microbatches) for k in range(stages * chunks))
     return {(tick(i, k), k % stages): (i, k // stages) for i, k in pairs}
 
@@ -165,6 +168,7 @@ def _with_slots(
     for stage in range(stages):
         held: dict[tuple[int, int], int] = {}
         for t in range(ticks):
+            # The forward half first: a backward half of the same tick frees its slot behind it.
             if work := forward.get((t, stage)):
                 slot = -1
                 if backward:

@@ -93,8 +93,11 @@ def shared_gate(hidden: int) -> Sizes:
     return router_weights(hidden, 1, bias=False, linear_bias=False)["weight"]
 
 
-def attention_products(hidden: int, num_heads: int, kv_heads: int, head_dim: int) -> dict[str, ProductSizes]:
-    """Returns the products of self-attention, by name: query, key and value are one, or with fewer KV heads two."""
+def attention_products(
+    hidden: int, num_heads: int, kv_heads: int, head_dim: int, *, is_gated: bool = False
+) -> dict[str, ProductSizes]:
+    """Returns the products of self-attention, by name: query, key and value are one, or with fewer KV heads two; `gate`
+    is one of each channel of the heads."""
     embed, width = {"embed": hidden}, {"head_dim": head_dim}
     heads = {"heads": num_heads, **width}
     if kv_heads == num_heads:
@@ -104,7 +107,24 @@ def attention_products(hidden: int, num_heads: int, kv_heads: int, head_dim: int
             "qkv.query": ProductSizes(embed, heads),
             "qkv.key_value": ProductSizes(embed, {"kv": 2, "kv_heads": kv_heads, **width}),
         }
-    return {**inputs, "output": ProductSizes(heads, embed)}
+    gate = {"gate": ProductSizes(embed, heads)} if is_gated else {}
+    return {**inputs, **gate, "output": ProductSizes(heads, embed)}
+
+
+def head_norm_weights(
+    num_heads: int, kv_heads: int, head_dim: int, *, is_shared: bool, bias: bool
+) -> dict[str, dict[str, Sizes]]:
+    """Returns the dimensions of the vectors of QK norm, by the norm's name and their own: one for all heads, or
+    (`is_shared` false) one for each."""
+    counts = {"query_norm": {"heads": num_heads}, "key_norm": {"kv_heads": kv_heads}}
+    vectors = ("scale", "bias") if bias else ("scale",)
+    sizes = {norm: {**({} if is_shared else count), "head_dim": head_dim} for norm, count in counts.items()}
+    return {norm: dict.fromkeys(vectors, sizes[norm]) for norm in counts}
+
+
+def attention_sinks(num_heads: int) -> Sizes:
+    """Returns the dimensions of attention's sinks: a logit of each head."""
+    return {"heads": num_heads}
 
 
 def cross_products(hidden: int, num_heads: int, head_dim: int) -> dict[str, ProductSizes]:

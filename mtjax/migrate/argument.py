@@ -38,6 +38,7 @@ class Argument:
 
 def _row(typed: str, status: Status, values: dict[str, Any]) -> Argument:
     names = tuple(typed.split())
+    # As argparse names attributes.
     values.setdefault("dest", names[0].removeprefix("--").replace("-", "_"))
     return Argument(names, status, **values)
 
@@ -65,6 +66,7 @@ def none(typed: str, note: str, **values: Any) -> Argument:
 
 def off(row: Argument, dest: str) -> Argument:
     """Builds the row of an argument that turns `dest` off."""
+    # argparse's store_false: the attribute has another name, and is True unless the argument is given.
     return Argument(**(vars(row) | {"dest": dest, "stores": False, "default": True}))
 
 

@@ -36,6 +36,7 @@ def by_name() -> Mapping[str, Argument]:
 @cache
 def by_dest() -> Mapping[str, Argument]:
     """Returns the rows by the attribute that Megatron saves an argument under, such as `lr`."""
+    # Each dest has one row: where two arguments share one, the rarer has a name of its own (see `--bias-gelu-fusion`).
     return {row.dest: row for row in TABLE}
 
 

@@ -24,6 +24,7 @@ _LAYOUT = (
     ),
     same("--num-attention-heads", "num_heads"),
     equal("--group-query-attention", "--num-kv-heads N", "N is --num-query-groups", default=False),
+    # A checkpoint has the default 1 without --group-query-attention, too, where every head has keys of its own.
     same("--num-query-groups", "num_kv_heads", default=1, note="only with --group-query-attention"),
     same("--kv-channels", "head_dim"),
     same("--seq-length --encoder-seq-length", "sequence_length"),
@@ -45,6 +46,7 @@ _LAYOUT = (
     off(always("--no-position-embedding", "follows from --position rope"), "add_position_embedding"),
     same("--rotary-base", "rope_theta", default=10_000),
     equal("--rotary-percent", "--rope-fraction N", default=1.0),
+    # Same shapes, other channels: weights trained so would be rotated wrongly.
     none("--rotary-interleaved", "RoPE rotates the two halves of a head", default=False, same=(False, None)),
     equal("--rotary-seq-len-interpolation-factor", "--rope-scaling linear --rope-factor N"),
     equal(
@@ -170,6 +172,8 @@ _KINDS = (
     *LATENT,
     same("--mtp-num-layers", "mtp_num_layers", same=(None, 0)),
     same("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor", default=0.1, note="only with --mtp-num-layers"),
+    # No `same` for what changes only how a network trains: such arguments are noted, and a checkpoint is converted.
+    # With `same`, a checkpoint with any other value is refused.
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),
     none("--heterogeneous-layers-config-encoded-json", "all layers are alike", same=(None,)),
     equal(
@@ -289,6 +293,7 @@ _EXPERTS = (
     none("--moe-enable-deepep", "tokens are exchanged by XLA's collectives", default=False),
     none("--moe-router-topk-limited-devices", "experts of all ranks may be chosen; see --expert-groups", same=(None,)),
     none("--moe-apply-probs-on-input", "experts' outputs are weighted, not their inputs", same=(False, None)),
+    # The same shapes in another order: converted as they are, the weights would be another network's.
     none("--moe-mlp-glu-interleave-size", "a matrix has all of the gate first, then the other half", same=(None,)),
     none(
         "--moe-shared-expert-glu-interleave-size",

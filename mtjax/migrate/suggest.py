@@ -25,8 +25,10 @@ def advice(option: str, value: str | None, known: Collection[str]) -> str:
 
 def meaning(option: str, value: str | None, known: Collection[str]) -> str | None:
     """Returns the suggestion for an option of another tool; None for others, and if the command has no equivalent."""
+    # Other tools have underscores, or capitals.
     name = option.replace("_", "-").lower()
     row = by_name().get(name)
+    # Before Megatron's table: the same word (--batch-size) may mean several options, of which the command has one.
     for text in OTHERS.get(name.removeprefix("--"), ()):
         if _has(text, known):
             return f": use {_with(text, value)}"
@@ -49,4 +51,5 @@ def _has(text: str, known: Collection[str]) -> bool:
 
 
 def _with(text: str, value: str | None) -> str:
+    # A function, as a value may have backslashes, which a replacement text interprets.
     return text if value is None else _N.sub(lambda _: shortened(value), text)

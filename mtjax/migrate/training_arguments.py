@@ -199,6 +199,7 @@ _DATA = (
     none("--fim-data", "samples are not rearranged to fill in the middle", default=False),
     none("--sft", "samples are those of pretraining: see mtjax finetune", default=False),
     none("--mock-data", "mtjax trains on text: give --data", default=False),
+    # With blanks, as checkpoints have it: another text would be taken for a value that was given.
     same("--split", "split", default="969, 30, 1"),
     same("--data-cache-path", "cache_dir"),
     equal(

@@ -42,6 +42,8 @@ class Evaluation:
         model = placed.trunk_losses(dataclasses.replace(placed.loss_options, label_smoothing=0.0, z_loss=0.0))
         weights, batch = placed.family.loss_weights(batch), with_text_lengths(placed.config.model, batch)
         with use_rules(placed.layout.rules):
+            # One microbatch suffices: a forward pass saves no activations.
             inputs, schedule = (batch, weights, None), placed.microbatch_schedule(1)
             sums = distributed_losses(model, parameters, inputs, placed.region, schedule)
+            # Sums, which callers add up over batches before they divide.
             return {name: (total, weights[name].sum()) for name, total in sums.items()}

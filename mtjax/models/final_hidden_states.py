@@ -5,10 +5,10 @@ from typing import Any
 
 from jax import Array
 
+from mtjax.models.language_model import HiddenStates, run_sections
 from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.routers import with_text_lengths
 from mtjax.models.sharded_model import Batch, ShardedModel
-from mtjax.models.trunk import HiddenStates, run_sections
 from mtjax.sharding.axes import current_rules, partition_spec
 from mtjax.sharding.distributed_output import distributed_output
 

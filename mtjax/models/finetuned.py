@@ -17,8 +17,8 @@ from jaxtyping import Float
 from mtjax.config import Config, Model
 from mtjax.config.families import kind_of
 from mtjax.models.heads import class_losses, divergences
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 from mtjax.models.teacher import HARD, SOFT, TEACHER
-from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
 RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]
@@ -44,6 +44,7 @@ def choice_losses(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, ch
     """Computes the loss over the choices of each question, which are consecutive rows, repeated for each of them."""
     # Each row has the label of its question; a teacher has a logit per row, [batch, 1].
     of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
+    # So that a mean over rows is the mean over questions.
     return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
 
 

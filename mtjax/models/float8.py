@@ -59,6 +59,7 @@ class Float8Product(nnx.Module):
         names = ("operands", "heads", "scales")
         ages = jnp.full((len(layers), 2, heads, num_scales(recipe.digits)), UNSEEN, out_sharding=spec("layers", *names))
         self.scale = nnx.Param(layers[:, None] * jnp.asarray(FIRST_SCALES), axes=names[:1])
+        # Zeros for padding layers: a state of zeros does not change a checksum (`padding_layers`).
         self.age = nnx.Param(layers[:, None, None, None] * ages, axes=names)
 
     @property

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.ops import ACTIVATIONS
 from mtjax.models.recompute import is_unrolled
 
+# gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
 _LIMIT, _STEEPNESS = 7.0, 1.702
 
 

@@ -1,5 +1,7 @@
 """Norms of queries and of keys (QK norm)."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim
-from mtjax.models.linear import constant
+from mtjax.layout.weights import Sizes
+from mtjax.models.ops import constant
 from mtjax.models.recompute import ATTENTION_STATISTICS
 from mtjax.sharding.kv_heads import heads_in_use
 
@@ -17,23 +19,15 @@ from mtjax.sharding.kv_heads import heads_in_use
 class HeadNorm(nnx.Module):
     """Norm of each head or of all heads together, by `qk_norm_scope`; the result has the type of the input."""
 
-    def __init__(self, model: Model, name: str, count: int) -> None:
-        """Builds the weight and perhaps the bias: of all heads one [head_dim], or [count, head_dim].
-
-        Args:
-          model: settings.
-          name: logical name of the heads: those of queries or of keys.
-          count: heads.
-        """
+    def __init__(self, model: Model, sizes: Mapping[str, Sizes]) -> None:
+        """Builds the scale and perhaps the bias, with sizes of `head_norm_weights`."""
         self.is_full_width = model.qk_norm_scope == "width"
         self.subtracts_mean = model.qk_norm_kind == "layernorm"
         self.epsilon = model.norm_epsilon
-        self.is_shared = model.qk_norm_scope == "head"
-        self.is_replicated = name == "kv_heads"
-        sizes = {"head_dim": head_dim(model)} if self.is_shared else {name: count, "head_dim": head_dim(model)}
+        self.has_kv_heads = "kv_heads" in sizes["scale"]
         self.is_offset = model.norm_weight == "offset"
-        self.scale = constant(0.0 if self.is_offset else 1.0, sizes)
-        self.bias = constant(0.0, sizes) if model.qk_norm_bias else None
+        self.scale = constant(0.0 if self.is_offset else 1.0, sizes["scale"])
+        self.bias = constant(0.0, sizes["bias"]) if "bias" in sizes else None
 
     def __call__(self, heads: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
         """Applies to the last dimension, or to the last two."""
@@ -54,4 +48,4 @@ class HeadNorm(nnx.Module):
     def _of_heads(self, vector: nnx.Param) -> Array:
         """Returns a parameter for the heads that a rank has."""
         value = vector[...]
-        return heads_in_use(value) if self.is_replicated and not self.is_shared else value
+        return heads_in_use(value) if self.has_kv_heads else value

@@ -12,10 +12,7 @@ from jaxtyping import Bool, Float, Int, Key
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, embedding_width, most_masked, padded_vocab_size
 from mtjax.layout.weights import head_products, output_weights
-from mtjax.models.activations import activation_of
-from mtjax.models.dropout import dropout
-from mtjax.models.linear import Linear, constant
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import Linear, activation_of, constant, dropout, make_norm
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.zigzag import sample_length
 
@@ -59,6 +56,7 @@ class MaskedPositions(NamedTuple):
 
     def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
         """Puts each loss at its token: 0 at unmasked tokens, NaN at those left out, whose loss is unknown."""
+        # With NaN the step is skipped and reported; a loss of 0 would be a wrong number that nobody sees.
         return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
 
 
@@ -126,6 +124,7 @@ class LastTokenHead(nnx.Module):
         self, hidden: Float[Array, "batch act_seq embed"], padding_mask: Int[Array, "batch seq"]
     ) -> Float[Array, "batch classes"]:
         """Computes float32 logits; the mask is 1 on the tokens, at the beginning of each row, and 0 on padding."""
+        # A product, as in `PoolerHead`: one rank of the sequence has the token.
         last = jax.nn.one_hot(padding_mask.sum(1, keepdims=True) - 1, hidden.shape[1], dtype=hidden.dtype)
         last = reshard(last, spec("batch", None, "act_seq"))
         hidden_of_last = jnp.einsum("bqs,bsh->bqh", last, hidden, out_sharding=spec("batch", None, "embed"))

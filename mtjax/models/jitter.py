@@ -6,8 +6,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from mtjax.models.threefry import random_bits
-from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import no_hoist, spec
 
 
 def jitter(
@@ -21,7 +20,7 @@ def jitter(
     """Multiplies `x` by numbers from U(1 - `distance`, 1 + `distance`).
 
     Returns `x` when `keys` is None or `distance` 0. The other arguments are those of
-    `mtjax.models.dropout.dropout`, and the numbers too depend on the sample alone.
+    `mtjax.models.ops.dropout`, and the numbers too depend on the sample alone.
     """
     if keys is None or distance == 0:
         return x
@@ -29,6 +28,7 @@ def jitter(
     def of_sample(key: Array, positions: Array | None) -> Array:
         return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), positions)
 
+    # One primitive, as in `dropout`.
     bits = no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
     uniform = bits.astype(jnp.float32) * 2.0**-32
     return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)

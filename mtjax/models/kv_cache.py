@@ -311,4 +311,5 @@ def resize(cache: Array, length: int) -> Array:
 
 def _held(newest: Int[Array, "batch 1"], slots: int) -> Int[Array, "batch slots"]:
     """Returns the position that each slot holds when `newest` is the last one; negative where it holds none."""
+    # The largest position up to the newest that is congruent to the slot.
     return newest - (newest - jnp.arange(slots)) % slots

@@ -23,6 +23,7 @@ def observe_scores(model: Any, heads: int) -> None:
     names = ("layers", "heads")
     for stack in model.decoder_stacks:
         zeros = jnp.zeros((len(stack.order.flat), heads), out_sharding=spec(*names))
+        # Without `layers`: that is added to the axes of all parameters of a stack.
         stack.layers.attention.largest_scores = nnx.Param(zeros, axes=names[1:])
 
 

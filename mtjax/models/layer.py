@@ -1,23 +1,81 @@
-"""One layer: mixers (attention, MLP, experts), each connected to the residual stream: one after the other, or side by
-side."""
+"""A layer, its mixers by name (attention, MLP, experts), and stacks of layers.
 
-from collections.abc import Mapping
+Mixers are connected to the residual stream one after the other, or side by side. The parameters of a stack are stacked
+along `layers`, and one traced program runs all of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
-from mtjax.config import Model
+from mtjax.config import Model, Parallel
+from mtjax.config.adapters import adapters_of
+from mtjax.config.layer_pattern import SHARED, SIDE_BY_SIDE
 from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
-from mtjax.models.dropout import dropout
-from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import scaled
-from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.registry import KINDS, MIXERS
-from mtjax.models.norms import make_norm
+from mtjax.layout.stacks import LayerStack
+from mtjax.layout.stages import stack_order
+from mtjax.models.layer_context import RESIDUAL, LayerContext, Mixer, State
+from mtjax.models.mixers.transformer import MLP, SelfAttention
+from mtjax.models.ops import dropout, make_norm, scaled
+from mtjax.models.recompute import LoopOverLayers, Recompute, loop_over_layers
+from mtjax.sharding.axes import num_shards
+from mtjax.sharding.param_comm import LayerInputs, materialize
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "transformer": ("attention", "mlp"),
+    "transformer with experts": ("attention", "experts"),
+    "transformer with cross-attention": ("attention", "cross", "mlp"),
+    # Of hybrid models (`mtjax.config.layer_pattern`).
+    "mamba": ("mamba",),
+    SIDE_BY_SIDE: ("mamba", "attention"),
+    "delta": ("delta",),
+    **dict.fromkeys(SHARED.values(), ("mamba",)),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "experts": ("experts",),
+    # Of Retro (`mtjax.families.retro.stacks`).
+    "retro": ("attention", "chunked", "mlp"),
+    "retro after its encoder": ("chunked", "mlp"),
+}
+"""Kind of layer -> its mixers, in the order in which they run."""
+
+
+def _attention(model: Model) -> type[Mixer]:
+    """Selects the class of self-attention: latent, with an output gate, or plain; each with adapters or without."""
+    is_adapted = bool(adapters_of(model, "attention"))
+    if model.kv_lora_rank:
+        return _late("adapted_latent:AdaptedLatentAttention" if is_adapted else "latent_attention:LatentAttention")
+    if model.attention_output_gate:
+        return _late("adapted_gated:AdaptedGatedAttention" if is_adapted else "gated_attention:GatedSelfAttention")
+    return _late("adapted:AdaptedSelfAttention") if is_adapted else SelfAttention
+
+
+def _late(name: str) -> type[Mixer]:
+    """Imports a class of this package by the name of its file and its own: what a model does not have is not."""
+    return resolve_name(f"mtjax.models.mixers.{name}")
+
+
+MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
+    "attention": _attention,
+    "cross": lambda m: _late("chunked:NeighbourCrossAttention" if m.family == "retro" else "cross:CrossAttention"),
+    "chunked": lambda _: _late("chunked:ChunkedCrossAttention"),
+    "mlp": lambda model: _late("adapted:AdaptedMLP") if adapters_of(model, "mlp") else MLP,
+    "experts": lambda model: _late("adapted_experts:AdaptedExperts" if model.lora_rank else "experts:Experts"),
+    "mamba": lambda model: _late("adapted_recurrent:AdaptedMamba" if adapters_of(model, "mamba") else "mamba:Mamba"),
+    "delta": lambda m: _late(
+        "adapted_recurrent:AdaptedDeltaNet" if adapters_of(m, "delta") else "delta_net:GatedDeltaNet"
+    ),
+}
+"""Name of a mixer in a kind of layer -> returns its class for a model."""
 
 
 class Layer(nnx.Module):
@@ -100,3 +158,88 @@ class Layer(nnx.Module):
         output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
         # A factor of 1 would be one more operation of the program.
         return x + (output if self.scale == 1 else output * self.scale)
+
+
+Residual = Float[Array, "batch act_seq embed"]
+"""Hidden states between layers (the residual stream)."""
+
+
+class Stack(nnx.Module):
+    """Layers of one kind, whose parameters are stacked along `layers`, in the order of `stack_order`."""
+
+    def __init__(
+        self,
+        model: Model,
+        dtype: jax.typing.DTypeLike,
+        *,
+        own: LayerStack,
+        recompute: Recompute,
+        parallel: Parallel,
+        key: Array,
+        layer_type: type[Layer] = Layer,
+    ) -> None:
+        """Draws the parameters.
+
+        Args:
+          model: sizes.
+          dtype: of the products.
+          own: kind and numbers of the layers.
+          recompute: what each layer saves for its backward pass.
+          parallel: which layers each stage has.
+          key: split into one for each layer of the section.
+          layer_type: class of the layers.
+        """
+        self.path = own.path
+        self.order = stack_order(own, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
+        # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
+        keys = jax.random.split(key, own.among or own.layers)
+        if not self.order.is_plain or own.layers < len(keys):
+            # Padding takes any key: its parameters become zeros.
+            keys = keys[np.maximum(self.order.flat, 0)]
+        draw = partial(_draw_layer, layer_type, model, dtype, own.kind)
+        # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
+        if num_shards("layers") == 1:
+            self.layers = jax.vmap(draw)(keys)
+        else:
+            from mtjax.models.padding_layers import draw_on_stages
+
+            self.layers = draw_on_stages(draw, keys, self.order)
+        self.recompute = recompute
+
+    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+        """Returns the function of hidden states that runs all layers one after the other.
+
+        Args:
+          context: other inputs of all layers.
+          states: the layers' states, each array stacked along `layers`; None in training.
+
+        Returns:
+          (hidden states) -> the hidden states, and the layers' new states, stacked likewise; None where no layer has
+          any.
+        """
+        layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
+        return loop_over_layers(partial(run_layer, context), layers, self.recompute)
+
+
+def _draw_layer(layer_type: type[Layer], model: Model, dtype: jax.typing.DTypeLike, kind: str, key: Array) -> Layer:
+    return layer_type(model, dtype, kind=kind, key=key)
+
+
+def run_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
+    """Runs one layer, with its number and its dropout keys.
+
+    Args:
+      context: of all layers.
+      x: hidden states, [batch, act_seq, embed].
+      inputs: of the layer; its parameters, a `Layer`, are perhaps wrapped: they are gathered here.
+    """
+    # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
+    return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
+
+
+def context_of_layer(context: LayerContext, number: Array) -> LayerContext:
+    """Returns the context of a layer: with its number, int32 [], and its dropout keys."""
+    keys = context.dropout_keys
+    # A key per sample and layer: masks depend neither on the mesh nor on the stage or loop in which a layer runs.
+    layer_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+    return dataclasses.replace(context, dropout_keys=layer_keys, layer=number)

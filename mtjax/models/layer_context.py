@@ -1,11 +1,12 @@
-"""Inputs of every layer of a stack other than the hidden states."""
+"""The interface of a mixer, a sublayer such as attention or the MLP, and its inputs other than the hidden states."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from mtjax.config import Model
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from mtjax.models.rotary import Rotation, Rotations
     from mtjax.models.routers import Padding
     from mtjax.models.shared_inputs import SharedInputs
+
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
@@ -61,3 +63,29 @@ class LayerContext:
     cache_positions: "CachePositions | None" = None
     """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state; None without
     one."""
+
+
+State = Any
+"""A tree of arrays that a mixer reads and returns in addition to hidden states, such as a KV cache; None where there is
+none, as in training."""
+
+
+class Mixer(Protocol):
+    """A sublayer. Its name in `MIXERS` is the name of its parameters, NAME, and of its norm's, NAME_norm."""
+
+    scope: ClassVar[str]
+    """Named scope of its operations in profiles and compiled programs."""
+    init_number: ClassVar[int]
+    """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
+    dropout_site: ClassVar[int]
+    """Site, within the layer, of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a
+    layer differ."""
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Computes the output, which is added to the residual stream, and the state for the layer's next call."""
+        ...

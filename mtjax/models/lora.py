@@ -15,8 +15,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, LoraConfig, adapter_sizes
-from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.ops import dropout
 from mtjax.models.project import project, reshard_sequence
 from mtjax.sharding.axes import spec
 
@@ -60,8 +60,10 @@ class Adapter(nnx.Module):
     def _product(self, x: Array, b: Array, outputs: tuple[str, ...] | None) -> Array:
         """Computes `scale (x A) B`, [batch, seq, *outputs], for each component of a fused product."""
         names = self.b.get_metadata()["axes"][len(self.inner) :] if outputs is None else outputs
+        # The scale on `rank` numbers per token, which are fewer than the outputs.
         low = self.scale * project(x, self.a[...], None, self.inner, self.sequence)
         if self.inner[0] not in PARTS:
+            # Cheap to compute again from `x A`, which is saved.
             return project(low, b, None, names, self.sequence, save_for_backward=False)
         # A fused product (query, key and value; gate and up) has an A and a B for each of its components.
         components = [

@@ -19,6 +19,7 @@ def draw_named(placed: ShardedModel, seed: int, names: Collection[str]) -> dict[
         named = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         return {name: named[name] for name in names}
 
+    # The compiler removes what draws the other parameters.
     draw = jax.jit(lambda key: chosen(placed.draw(key)), out_shardings=chosen(placed.parameter_sharding))
     return placed.on_mesh(draw, jax.random.key(seed))
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, scaled
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.ops import Linear, scaled
 
 
 def run_side_by_side(

@@ -11,14 +11,13 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from mtjax.config.layer_pattern import LayerRun, loops_of_pattern, runs_of
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer import Residual, Stack, run_layer
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.recompute import LoopOverLayers, can_prefetch, loops_of
 from mtjax.models.run_alone import run_alone
-from mtjax.models.stack import Residual, Stack, run_layer
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.grad_accumulation import (
+from mtjax.sharding.gradients import (
     accumulate_grads_into,
     seed_cotangents,
     split_accumulators,

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 from jax import Array
 
+from mtjax.models.language_model import HiddenStates, Microbatch, Section, TrunkLosses, weighted_sums
+from mtjax.models.layer import Stack
 from mtjax.models.pattern_stacks import PatternStacks
 from mtjax.models.routers import COUNTS, REPORTED, router_reports
-from mtjax.models.stack import Stack
 from mtjax.models.stack_chunks import Chunk, run_chunk, scatter_counts
-from mtjax.models.trunk import HiddenStates, Microbatch, Section, TrunkLosses, weighted_sums
 
 Tree = Any
 
@@ -25,6 +25,7 @@ class TrunkPipeline(TrunkLosses):
         """See `PipelineModel.boundary`: embeds the input of the last section, without running any layers."""
         batch, _, keys = microbatch
         hidden = None
+        # Each from the embedding of the section before, instead of its output: types are all that is needed.
         for section in self.model(parameters).sections.values():
             hidden = section.embed(batch, keys, hidden)
         assert hidden is not None, "a model has a section"

@@ -15,12 +15,11 @@ from jaxtyping import Float, Shaped
 
 from mtjax.config import Model
 from mtjax.layout.weights import replicated_product
+from mtjax.models.language_model import Batch, Keys
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import Linear, make_norm
 from mtjax.models.routers import COUNTS, report_weights
-from mtjax.models.trunk import Batch, Keys
 
 PREFIX = "mtp_"
 """Prefix of the names of these layers' modules, losses, and routers' losses and counters."""
@@ -44,6 +43,7 @@ def prediction_number(parameter: str) -> int:
 
 def coefficient(model: Model) -> float:
     """Returns the coefficient of the loss of each layer."""
+    # The mean over the layers, times the factor, as in DeepSeek-V3's equation 25.
     return model.mtp_loss_scaling_factor / model.mtp_num_layers
 
 
@@ -102,6 +102,7 @@ class Predictor(nnx.Module):
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, number: int, key: Array) -> None:
         """Draws the parameters of layer `number`, from 1 on."""
+        # Numbered behind the model's layers, so that no dropout key is used twice.
         self.number, self.layer_number = number, model.num_layers + number - 1
         key = jax.random.fold_in(key, self.layer_number)
         self.embedding_norm, self.hidden_norm = make_norm(model, dtype), make_norm(model, dtype)

@@ -24,7 +24,7 @@ from jax import Array, lax
 from mtjax.config import Training
 from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
-from mtjax.sharding.grad_accumulation import (
+from mtjax.sharding.gradients import (
     accumulate_grads_into,
     seed_cotangents,
     split_accumulators,

@@ -81,6 +81,8 @@ def _run_forward(run: Run, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...
 def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, OrderTokens, Tree]) -> tuple[Any, ...]:
     """Recomputes the layer from its input, [batch, act_seq, embed]; returns the gradients of its inputs, and tokens."""
     (x, inputs), (gradient, tokens, state) = saved, cotangents
+    # The recompute waits for its gradient, and for the reduced gradients two layers above: with those of one layer
+    # above it would wait for their reduction.
     _, vjp = jax.vjp(run, after((gradient, tokens.next_above), x), *inputs)
     gradient, *others = vjp((gradient, state))
     return gradient, OrderTokens(_token_of(others, tokens.above), tokens.above), tuple(others)

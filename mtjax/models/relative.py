@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.layout.weights import relative_table
-from mtjax.models.linear import normal
+from mtjax.models.ops import normal
 from mtjax.sharding.axes import spec
 
 
@@ -24,6 +24,7 @@ class RelativeBias(nnx.Module):
         """Computes float32 biases; each rank has those of its heads."""
         # A lookup for every pair of tokens has a gradient that adds all of them to the few numbers of the table, by
         # atomic operations. All pairs at a distance have the same bias: it is computed once per distance, by a product.
+        # `_by_pairs` cuts rows of 2 size - 2, which one token would make empty.
         size = max(length, 2)
         back = jnp.arange(size - 1, -size, -1)
         chosen = jax.nn.one_hot(self._buckets(back, is_causal=is_causal), len(self.table[...]))
@@ -63,6 +64,7 @@ def relative_buckets(
     distance = jnp.maximum(back, 0) if is_causal else jnp.abs(back)
     single = count // 2
     # The bucket grows by `count - single` while the distance grows from `single` to `max_distance`.
+    # The maximum avoids log 0 in the branch that is not taken.
     growth = jnp.log(jnp.maximum(distance, 1) / single) / jnp.log(max_distance / single)
     far = jnp.minimum(single + (growth * (count - single)).astype(jnp.int32), count - 1)
     return first + jnp.where(distance < single, distance, far)

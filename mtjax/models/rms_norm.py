@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from mtjax.models.norms import norm_factor, norm_scale
+from mtjax.models.ops import norm_factor, norm_scale
 from mtjax.models.recompute import SAVED, is_unrolled
 from mtjax.sharding.axes import varying_like, width_is_sharded
 
@@ -26,15 +26,16 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        if is_unrolled():
+        # In loops over layers a saved rate gains nothing (docs/notes/speed.md), unless it spares an all-reduce.
+        if is_unrolled() or width_is_sharded():
             factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
-            normal: Array = _rms_norm(self.epsilon, x, varying_like(factor, x))
-            return normal.astype(self.dtype)
-        if width_is_sharded():
-            from mtjax.models.width import rms_norm
+            factor = varying_like(factor, x)
+            if width_is_sharded():
+                from mtjax.models.width import own_width
 
-            factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
-            return rms_norm(self.epsilon, x, factor).astype(self.dtype)
+                factor = own_width(factor)
+            normal: Array = _rms_norm(self.epsilon, x, factor)
+            return normal.astype(self.dtype)
         x = x.astype(jnp.float32)
         normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (normal * norm_factor(self.weight_kind, self.scale)).astype(self.dtype)

@@ -34,6 +34,7 @@ class Rotations(NamedTuple):
         index = of_layer(self.of_layers, layer)
         if isinstance(index, int):
             return self.distinct[index]
+        # Of the few that differ, computed outside the loop over layers.
         cos, sin = (lax.select_n(index, *each) for each in zip(*self.distinct, strict=True))
         return Rotation(cos, sin)
 
@@ -59,6 +60,7 @@ class Rotary:
             from mtjax.models.rope_scaling import attention_factor
 
             factor = attention_factor(self.model)
+        # bfloat16 can't tell positions above 256 apart.
         angles = position_ids[..., None].astype(jnp.float32)
         angles = angles * jnp.asarray(frequencies(self.model, length, is_local=is_local))
         # In float32 a factor of 1 and an addition of 0 leave every element of queries and keys as it is.

@@ -45,6 +45,7 @@ def report_weights(model: Model, num_samples: int) -> dict[str, Array]:
     """
     if not model.num_experts:
         return {}
+    # Counters are sums over samples; losses are means.
     each = jnp.ones(num_samples, jnp.float32)
     counts = dict.fromkeys(COUNTS if model.capacity_factor else (LOAD,), each)
     losses = {ROUTER_AUX_LOSS: model.router_aux_loss, Z_LOSS: model.router_z_loss}

@@ -20,13 +20,18 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
-from mtjax.models.language_model import LanguageModel, model_class
-from mtjax.models.trunk import TrunkLosses
-from mtjax.sharding import placement
+from mtjax.models.language_model import LanguageModel, TrunkLosses, model_class
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import Accumulate, MicrobatchSchedule
-from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.param_specs import param_specs, partition_specs
+from mtjax.sharding.gradients import Accumulate, ManualRegion, MicrobatchSchedule
+from mtjax.sharding.param_specs import (
+    batch_sharding,
+    logical_axes,
+    of_dimensions,
+    param_specs,
+    partition_specs,
+    shardings,
+    with_sharding,
+)
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
 
@@ -70,7 +75,7 @@ class ShardedModel:
         self.sections = tuple((name, *section.other_stacks) for name, section in model.sections.items())
         # Parameters are pure dicts of arrays everywhere; `model` merges them with this graph.
         self._graph, self._template = nnx.split(model)
-        self.axes = placement.logical_axes(self._template)
+        self.axes = logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
         self.records = param_specs(
             self.axes,
@@ -115,12 +120,12 @@ class ShardedModel:
     @cached_property
     def parameter_sharding(self) -> Tree:
         """Sharding of each parameter between steps."""
-        return placement.shardings(partition_specs(self.records, "storage_spec"), self.mesh)
+        return shardings(partition_specs(self.records, "storage_spec"), self.mesh)
 
     @property
     def restore_target(self) -> Tree:
         """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
-        return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
+        return with_sharding(self.abstract_parameters, self.parameter_sharding)
 
     def initialize_parameters(self, seed: int) -> Tree:
         """Draws the initial parameters of a training run with this seed, each shard on its device."""
@@ -140,8 +145,8 @@ class ShardedModel:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch: by samples, and by tokens over `context`; see `placement.of_dimensions`."""
-        return placement.batch_sharding(self.mesh, self.layout.rules)
+        """Sharding of a batch: by samples, and by tokens over `context`; see `of_dimensions`."""
+        return batch_sharding(self.mesh, self.layout.rules)
 
     @property
     def batch_names(self) -> tuple[str, ...]:
@@ -158,8 +163,8 @@ class ShardedModel:
         samples = global_batch_size or self.config.training.global_batch_size
         each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
         arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
-        shardings = {name: placement.of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
-        return placement.with_sharding(arrays, shardings)
+        shardings = {name: of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
+        return with_sharding(arrays, shardings)
 
     # --- losses
 

@@ -21,13 +21,11 @@ from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.layout.weights import ProductSizes, block_products, mlp_products, replicated_product
 from mtjax.models.layer import Layer
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, scaled
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.lora import Adapter, first_factor, gather_sequence_shared
-from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.mlp import MLP
 from mtjax.models.mixers.projected import ProjectedSelfAttention
-from mtjax.models.norms import make_norm
+from mtjax.models.mixers.transformer import MLP
+from mtjax.models.ops import Linear, constant, make_norm, scaled
 from mtjax.models.project import project
 
 _KEY = 2**31 - 1

@@ -6,7 +6,7 @@ from jax import Array
 from mtjax.config import Model
 from mtjax.config.sizes import embedding_width
 from mtjax.layout.weights import replicated_product
-from mtjax.models.linear import Linear
+from mtjax.models.ops import Linear
 
 NUMBER = 3
 """From which the matrices' key is derived, so that the other parameters are drawn alike with and without them."""

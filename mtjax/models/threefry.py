@@ -94,6 +94,7 @@ def _counters(
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 
     column = count(len(shape) - 1)
+    # Zeros with the sharding of the indices.
     row = column & jnp.uint32(0)
     for dimension, size in enumerate(shape[first:-1], first):
         row = row * jnp.uint32(size) + count(dimension)

@@ -1,11 +1,10 @@
-"""Adds arrays that are equal for all samples, without hoisting their broadcasts: see `mtjax.sharding.no_hoist`."""
+"""Adds arrays that are equal for all samples, without hoisting their broadcasts: see `mtjax.sharding.axes`."""
 
 import jax
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.sharding.axes import varying_like
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import no_hoist, varying_like
 
 
 def plus(x: Float[Array, "batch ..."], bias: Float[Array, "1 ..."]) -> Float[Array, "batch ..."]:

@@ -46,11 +46,13 @@ def fitted_grid(
     """
     greatest = 2 ** (bits - 1) - 1
     if zero_point:
+        # With 0 in the range, so that weights of 0 stay 0.
         low = xp.minimum(weights.min(axis=axis, keepdims=True), 0)
         high = xp.maximum(weights.max(axis=axis, keepdims=True), 0)
         width = (high - low) / (2 * greatest + 1)
     else:
         width, low = xp.abs(weights).max(axis=axis, keepdims=True) / greatest, None
+    # As stored: weights are rounded to multiples of the scale that a reader multiplies by.
     scales = width.astype(dtype).astype(np.float32)
     # Weights that are all 0, or whose scale is too small for its type, have scale 1, not 0 / 0.
     scales = xp.where(scales > 0, scales, 1).astype(np.float32)

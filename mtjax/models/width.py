@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from mtjax.models.recompute import SAVED
-from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, spec, varying_like
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, no_hoist, spec, varying_like
 
 
 def layer_norm(epsilon: float, x: Array, factor: Array, bias: nnx.Param | None) -> Array:
@@ -28,11 +27,6 @@ def layer_norm(epsilon: float, x: Array, factor: Array, bias: nnx.Param | None) 
     """
     normalized: Array = _layer_norm(epsilon, x, own_width(varying_like(factor, x)))
     return normalized if bias is None else normalized + own_width(varying_like(bias[...], x))
-
-
-def rms_norm(epsilon: float, x: Array, factor: Array) -> Array:
-    """Applies RMSNorm; its arguments are those of `layer_norm`."""
-    return _rms_norm(epsilon, x, own_width(varying_like(factor, x)))
 
 
 @jax.custom_vjp
@@ -85,31 +79,9 @@ def _layer_norm_backward(epsilon: float, saved: tuple[Array, ...], gradient: Arr
     `dx = r (g - n mean(g n) - mean(g))`, and `d scale = sum over tokens of gradient * n`."""
     x, scale, mean, rate = saved
     normal, d_x = (x.astype(jnp.float32) - mean) * rate, gradient * scale
+    # One all-reduce for both means.
     along, level = _mean(jnp.stack([d_x * normal, d_x]))
     return ((d_x - normal * along - level) * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
 
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(epsilon: float, x: Array, scale: Array) -> Array:
-    return _rms_norm_forward(epsilon, x, scale)[0]
-
-
-def _rms_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, ...]]:
-    """Saves the rate, a number per token."""
-    wide = x.astype(jnp.float32)
-    rate = checkpoint_name(jax.lax.rsqrt(_mean(jnp.square(wide)) + epsilon), SAVED)
-    return wide * rate * scale, (x, scale, rate)
-
-
-def _rms_norm_backward(epsilon: float, saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array]:
-    """Computes `dx = r (g - n mean(g n))`, and the scale's gradient as of LayerNorm."""
-    x, scale, rate = saved
-    normal, d_x = x.astype(jnp.float32) * rate, gradient * scale
-    d_x = (d_x - normal * _mean(d_x * normal)) * rate
-    return d_x.astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
-
-
-_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

@@ -6,8 +6,8 @@ from flax import nnx
 from jax import Array
 
 from mtjax.models.language_model import LanguageModel
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.stack import Stack
 from mtjax.sharding.vocab import OutputOptions
 
 if TYPE_CHECKING:

@@ -33,9 +33,11 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
     anatomy = anatomy_of(with_vocabulary(config, lambda message: None).model)
     gpu = by_device_kind(kind)
     server = SERVERS.get(gpu.name) if gpu else None
+    # Ascending tensor parallel degrees, so that the first mesh that is possible has the largest data parallel degree.
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
     experts, tokens = anatomy.model.num_experts, anatomy.model.sequence_length
     meshes = [mesh for shape in shapes for mesh in meshes_within(shape, experts, tokens)]
+    # Groups shard what ZeRO shards; without ZeRO they are the same as data parallelism.
     if server and config.parallel.zero:
         meshes += [grouped for mesh in meshes for grouped in with_groups(mesh, server.gpus, anatomy.model.hidden_size)]
     capability = gpu.compute_capability if gpu else HOPPER

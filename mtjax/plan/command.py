@@ -55,6 +55,7 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
     _check_imbalance(anatomy, options)
+    # Before the search, which would take seconds and then propose what the GPU can't run.
     if (fp8 := run_config.training.fp8) != "none":
         check_float8_gpu(fp8, server.gpu.description, server.gpu.compute_capability)
     check_snapshots(anatomy.model, options.state_snapshots)
@@ -108,8 +109,9 @@ def _report(
         console.print(f"\nHint:  {hint}", soft_wrap=True)
     if peak_stage_memory(anatomy, plan).total > limit:
         with waiting(SEARCHING):
-            found = search(anatomy, plan, plan.mesh.size, server)
-            near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
+            space = Space(usable=options.usable)
+            found = search(anatomy, plan, plan.mesh.size, server, space)
+            near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server, space)
         hint = (
             f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
             if near
@@ -129,6 +131,7 @@ def _planned(run_config: config.Config, teacher: config.Model | None, capability
     check_config(run_config, mesh)
     plan = Plan.of(run_config, mesh, capability, teacher=teacher)
     check(run_config.model, plan)
+    # An estimate for other groups of layers would be that of single layers, and look as certain.
     recompute = sizes.describe_recompute(run_config.training)
     if recompute not in ("no recompute", "selective recompute", "full recompute"):
         raise UserError(
@@ -149,6 +152,7 @@ def _search(
     source: str,
 ) -> Plan:
     """Prints the best plans for a number of GPUs, or of days; returns the best."""
+    # What the config says about stages is for its own mesh; the search sets these for each mesh that it tries.
     settings = {
         "pipeline_schedule": "1f1b",
         "chunks": 1,
@@ -158,7 +162,7 @@ def _search(
     }
     base = Plan.of(run_config, MeshShape(), server.gpu.compute_capability, **settings)
     asked = run_config.training.unroll_layers
-    space = Space() if asked is None else Space(unrolled=(asked,))
+    space = Space(usable=options.usable, unrolled=(False, True) if asked is None else (asked,))
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None

@@ -13,7 +13,6 @@ from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.layout.attention_kernel import choose_kernel
 from mtjax.layout.plan import Plan
-from mtjax.plan.search import Space
 from mtjax.plan.units import gib, percent, seconds
 
 WORTH_SAYING = 0.02
@@ -23,7 +22,7 @@ WORTH_SAYING = 0.02
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
     """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
     found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, run, limit))
-    yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)))
+    yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server, limit)))
 
 
 def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> str | None:
@@ -46,6 +45,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
     asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
+    # A kernel that was chosen by name is not questioned.
     if (plan.flash_attention and not plan.pallas_attention) or run.model.attention not in ("auto", "cudnn"):
         return None
     if _kernel(without, plan, server) == "cudnn":
@@ -57,6 +57,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     else:
         return None
     now = step_time(anatomy, plan, server).total
+    # Selective recompute leaves scores out, and flash attention stores none.
     recompute = "none" if plan.recompute == "selective" else plan.recompute
     fused = _changed(
         plan, run, flash_attention=True, pallas_attention=False, attention_dropout=False, recompute=recompute
@@ -72,14 +73,14 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     return f"{hint}; with --attention pallas, which has this dropout, {seconds(step_time(anatomy, own, server).total)}"
 
 
-def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
+def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
     """Returns a hint if the same plan without a loop over layers fits the memory and is faster."""
     unrolled = replace(plan, unrolled=True)
     if plan.unrolled or not plan.gains_by_unrolling(anatomy.model):
         return None
     now, then = (step_time(anatomy, each, server).total for each in (plan, unrolled))
     memory = peak_stage_memory(anatomy, unrolled).total
-    if now - then < WORTH_SAYING * now or memory > Space().usable * server.gpu.memory:
+    if now - then < WORTH_SAYING * now or memory > limit:
         return None
     return (
         f"the loop over layers copies what it saves: with --unroll-layers a step takes {seconds(then)} instead of "

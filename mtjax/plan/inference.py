@@ -35,6 +35,7 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
 
     Active are all layers but an encoder's, and the output projection; of other tables only a row is read.
     """
+    # A tied table is read whole for the logits, an untied embedding by the row.
     tied = anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
     layers = sum(
@@ -146,6 +147,7 @@ def decoding_memory(
             states += stack.layers * part.state_bytes(tensor_degree, element_bytes)
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
+                # In 8 bits, a scale of 4 bytes for each token and head.
                 number = element_bytes if storage.cache_dtype is None else 1 + 4 / part.head_dim
                 cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim * number
             elif isinstance(part, LatentAttention):
@@ -167,12 +169,14 @@ def quantized(anatomy: Anatomy, storage: Storage) -> frozenset[str]:
         return frozenset()
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
     layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
+    # The last is the output's, or the tied one; int4 leaves it as it is.
     tables = tables[-1:] if storage.weights_dtype in ("int8", "fp8") else []
     return frozenset(w.name for w in (*layers, *tables) if is_matrix(w.names))
 
 
 def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the elements of a matrix per scale on a device: its contracted dimensions there."""
+    # A product into the residual stream contracts everything but "embed", any other one "embed" alone.
     outputs = weight.names[-1] == "embed" and weight.names[0] != "vocab"
     names = [n for n in weight.names if n != LAYERS and (n != "embed") == outputs]
     sizes = {
@@ -203,12 +207,15 @@ def generation(
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
     rate = tensor_degree * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
+    # In decoding each step reads all weights and caches once, whatever it computes: reading them is the bound of small
+    # batches.
     read = (weight_bytes(anatomy, "bfloat16") + cache_bytes(anatomy, batch, context)) / tensor_degree
     if storage != PLAIN:
         memory = decoding_memory(anatomy, tensor_degree, batch, context, storage=storage)
         read = memory.weights + memory.cache
     reading = read / (gpu.bandwidth * constants.memory)
     return Generation(
+        # Each token attends to half of the others in the mean.
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
         token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),
     )

@@ -41,6 +41,7 @@ class Point:
 FIGURE_5_BASE = 39.0
 """TFLOP/s that one V100 sustains on the 1.2B model (section 5 of arXiv 1909.08053)."""
 
+# Layers, width, heads and tensor parallel degree; weak scaling without and with 64 data parallel ranks.
 _TABLE_1 = [(40, 1536, 16, 1), (54, 1920, 20, 2), (64, 2304, 24, 4), (72, 3072, 32, 8)]
 _MODEL_ONLY = (1.00, 0.95, 0.82, 0.77)
 _WITH_DATA = (0.96, 0.83, 0.79, 0.74)
@@ -55,6 +56,8 @@ def figure_5(constants: Constants | None = None) -> list[Point]:
     anatomies = [gpt(layers, h, a, 1024, 51_200) for layers, h, a, _ in _TABLE_1]
     one = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
     plans = [replace(one, mesh=MeshShape(model=t)) for *_, t in _TABLE_1]
+    # Relative to the prediction of one GPU, as the paper's are to its measurement: an error that all points share
+    # cancels.
     base = _speed(anatomies[0], plans[0], DGX_2H, MEGATRON_2019, constants)
     points = []
     for data, published in ((1, _MODEL_ONLY), (64, _WITH_DATA)):
@@ -82,6 +85,7 @@ def figure_5_fixed_batch(constants: Constants | None = None) -> list[Point]:
     points = []
     for gpus, published in ((2, 1.64), (4, 2.34), (8, 2.98)):
         plan = replace(one, mesh=MeshShape(model=gpus))
+        # Of all GPUs together: the paper's appendix has speed-ups, and not efficiencies.
         speed = gpus * _speed(anatomy, plan, DGX_2H, MEGATRON_2019, constants) / base
         points.append(Point(f"8 samples on {gpus} GPUs", plan, published, speed))
     return points

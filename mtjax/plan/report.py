@@ -47,6 +47,7 @@ def table(title: str, *columns: str, note: str | None = None) -> Table:
 def show(console: Console, *tables: Table) -> None:
     """Prints tables, and below each its caption, not wrapped to the table's width."""
     for result in tables:
+        # rich wraps a caption to the width of its table, in which a sentence becomes a column.
         note, result.caption = result.caption, None
         console.print()
         console.print(result)
@@ -145,6 +146,7 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
             option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
+            # Some settings of a row can't be unrolled: they are shown with a loop, rather than not at all.
             option = replace(option, unrolled=plan.unrolled and not any(option.unrolling_problems(anatomy.model)))
             row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
@@ -194,6 +196,8 @@ def demand_table(anatomy: Anatomy, plan: Plan, server: Server, share: float) -> 
     for axis, sent in traffic.sent_by_axis(traffic.transfers(anatomy, plan)).items():
         inside = members_inside(plan, axis, server)
         degree = plan.mesh.degree(tuple(axis.split(JOINED)))
+        # Between servers all GPUs of one send at a time, each over a network adapter of its own, and the ranks of a
+        # ring inside a server share what leaves it.
         available = server.link if degree <= inside else min(server.link, inside * server.network)
         where = "inside a server" if degree <= inside else f"between servers, {inside} of {degree} ranks inside one"
         needed = traffic.bandwidth_demand(sent, compute, share)
@@ -249,6 +253,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         "layers per chunk",
         note=note,
     )
+    # Of unequal stages the smallest: chunks must divide the layers of all.
     layers = min(plan.layers_per_stage or (anatomy.model.num_layers // p,))
     chunk_counts = {v for v in (*divisors(layers)[1:4], plan.chunks) if v > 1}
     schedules: dict[tuple[ScheduleName, int], None] = {("gpipe", 1): None, ("1f1b", 1): None}

@@ -81,6 +81,7 @@ def fastest_kinds(candidates: Sequence[Candidate], most: int, limit: float = mat
       limit: seconds of a step.
     """
     best: dict[tuple[MeshShape, Recompute], tuple[tuple[float, float], int]] = {}
+    # By lower bound: from the first on that is above what is wanted, all further ones are too.
     for number in sorted(range(len(candidates)), key=lambda number: candidates[number].least):
         candidate = candidates[number]
         slowest = sorted(order[0] for order, _ in best.values())[most - 1] if len(best) >= most else math.inf
@@ -89,6 +90,7 @@ def fastest_kinds(candidates: Sequence[Candidate], most: int, limit: float = mat
         now = best.get(candidate.kind)
         if (now and candidate.least > now[0][0]) or candidate.time.total > limit:
             continue
+        # The number breaks ties, or the result would depend on the order of the bounds.
         best[candidate.kind] = min(now or (candidate.order, number), (candidate.order, number))
     return [candidates[number] for _, number in sorted(best.values())[:most]]
 
@@ -114,6 +116,7 @@ class Found:
 def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space) -> Iterator[MeshShape]:
     """Yields the meshes of `gpus` GPUs that divide the model and the batch, with tensor parallelism inside a server."""
     for model in divisors(gpus):
+        # Tensor parallel ranks exchange activations in every layer, for which networks between servers are too slow.
         if model > server.gpus:
             continue
         for stage in divisors(gpus // model):
@@ -166,6 +169,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     once = mesh.has_sharding_groups and mesh.divides(anatomy.model.hidden_size)
     zeros = tuple(zero for zero in zeros if zero >= (2 if once else int(mesh.has_sharding_groups)))
     for microbatch in divisors(per_rank):
+        # Powers of two, and the whole batch: all divisors would multiply the plans.
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
         if once and microbatch == per_rank:
@@ -188,6 +192,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                         )
                         for method in expert_dispatches(anatomy, plan):
                             for unrolled in _unrolled(anatomy, plan, space):
+                                # Most plans change neither, and need no copy.
                                 own = plan.expert_dispatch == method and plan.unrolled == unrolled
                                 yield plan if own else replace(plan, expert_dispatch=method, unrolled=unrolled)
 
@@ -267,6 +272,7 @@ def best_plan(
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
     found = search(anatomy, base, gpus, server, space, software)
+    # Stages as unequal as one likes, only if no others fit: they wait for the fullest.
     if not found.fitting:
         found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf), software)
     if found.fitting:
@@ -293,11 +299,8 @@ def nearest_feasible(
     anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Candidate | None:
     """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
-    for count in _counts_near(anatomy, base, gpus, server):
-        found = search(anatomy, base, count, server, space, software)
-        if found.fitting:
-            return found.best
-    return None
+    searched = (search(anatomy, base, n, server, space, software) for n in _counts_near(anatomy, base, gpus, server))
+    return next((found.best for found in searched if found.fitting), None)
 
 
 def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Iterator[int]:
@@ -307,6 +310,7 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
         for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
+        # Powers of two of what was asked for, also where the batch has no such divisor: stages may take them.
     } | {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 
@@ -327,13 +331,16 @@ def gpus_within(
     """
     space = space or Space()
     steps = steps_for_tokens(tokens, base.global_batch_size, anatomy.model.sequence_length)
+    # No plan computes less than this at the peak, so smaller numbers of GPUs need no search.
     floor = steps * base.global_batch_size * model_flops(anatomy, causal=True)
     least = floor / (days * SECONDS_PER_DAY * server.gpu.peak[max(server.gpu.peak, key=lambda d: server.gpu.peak[d])])
-    for count in (n for n in _counts(anatomy, base, server, space) if n >= least):
+    counts = _counts(anatomy, base, server, space)
+    for count in (n for n in counts if n >= least):
         found = search(anatomy, base, count, server, space, software)
         if found.fitting and found.best.time.total * steps <= days * SECONDS_PER_DAY:
             return found.best
-    largest = _largest(anatomy, base, server, space, software)
+    searched = (search(anatomy, base, count, server, space, software) for count in reversed(counts))
+    largest = next((found.best for found in searched if found.fitting), None)
     if largest is None:
         raise UserError(
             f"no number of {server.gpu.name} GPUs holds this model at global batch {base.global_batch_size}"
@@ -343,15 +350,6 @@ def gpus_within(
         f"no plan reads {tokens:.3g} tokens within {days:g} days at global batch {base.global_batch_size}; the largest "
         f"takes {took:.3g} days on {largest.plan.mesh.size} GPUs ({describe(largest.plan)}); a larger batch feeds more"
     )
-
-
-def _largest(anatomy: Anatomy, base: Plan, server: Server, space: Space, software: Software) -> Candidate | None:
-    """The best plan of the largest number of GPUs that has one."""
-    for count in reversed(_counts(anatomy, base, server, space)):
-        found = search(anatomy, base, count, server, space, software)
-        if found.fitting:
-            return found.best
-    return None
 
 
 def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[int]:

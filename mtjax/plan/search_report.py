@@ -110,6 +110,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     words = ["mtjax finetune" if is_finetuned else "mtjax train", f"--config {shlex.quote(source)}"]
     chosen = {"mesh": str(plan.mesh), "microbatch_size": plan.microbatch_size, "zero": plan.zero}
     chosen |= {"recompute": plan.recompute}
+    # Typed even where they have their defaults: they are what the search was about.
     always = set(chosen) | ({"sequence_parallel"} if plan.tensor_degree > 1 else set())
     chosen |= {"sequence_parallel": plan.sequence_parallel, "expert_dispatch": plan.expert_dispatch}
     chosen |= {
@@ -122,11 +123,13 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
     # recompute_offload is an error with any other recompute, and the search may have chosen another.
     chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
     planned = config.to_dict(config.replace(run, **chosen))
+    # Only what differs from the file is typed, so that the command stays readable.
     shipped = config.to_dict(config.load(source))
     for group, fields in planned.items():
         for name, value in fields.items():
             if name in always or value != shipped[group].get(name):
                 words.append(_option(name, value))
+        # A setting that the file has and the plan has not: None is typed to take it away.
         words += [_option(name, None) for name in shipped[group] if name not in fields]
     if not is_finetuned:  # placeholders for the user's files
         words += [] if run.data.data else ["--data CORPUS.jsonl"]

@@ -43,6 +43,7 @@ def print_inference(
       context: in tokens.
       state_snapshots: maximum number of snapshots of recurrent states; None for the default.
     """
+    # Generation does not run the layers of multi-token prediction.
     anatomy = anatomy_of(replace(anatomy.model, mtp_num_layers=0)) if anatomy.predictors else anatomy
     show(console, weights_table(anatomy, server), cache_table(anatomy, server, tensor_degree, context, state_snapshots))
 
@@ -75,6 +76,7 @@ def cache_table(
         given = f"at most {state_snapshots} snapshots of recurrent states"
         note += f"; and {each if state_snapshots is None else given} (--state-snapshots of mtjax serve)"
     smaller = {name: storage for name, storage in SMALLER.items() if is_supported(anatomy.model, storage)}
+    # Two columns are enough: int4 alone stands in where the model's cache can't be quantized.
     if len(smaller) == len(SMALLER):
         del smaller["with int4 weights"]
     fastest = list(smaller)[-1:]

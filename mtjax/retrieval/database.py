@@ -39,8 +39,10 @@ def vectors_of(database: ChunkDatabase, embeddings: Sequence[Embeddings], bounds
     parts = []
     for number, (each, (begin, end)) in enumerate(zip(embeddings, bounds, strict=True)):
         first_document = int(database.first_documents[number])
+        # A file of embeddings counts its chunks from 0, the database through all corpora.
         base, _ = database.chunks_of(first_document, first_document)
         first, last = database.chunks_of(first_document + begin, first_document + end)
+        # Whole corpora are embedded once, and each run searches its own training documents of them.
         parts.append(VectorRange(each.rows, first - base, last - base, base))
     return Vectors(parts)
 
@@ -78,6 +80,7 @@ def open_database(
             kind.factory,
             sample=kind.sample,
             nprobe=kind.nprobe,
+            # Beside the first corpus' embeddings: an index is of all together.
             saved=found[0].path.with_suffix(""),
             identity=[described, found[0].header.fingerprint, found[0].header.chunk],
         )

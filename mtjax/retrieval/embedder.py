@@ -23,7 +23,7 @@ from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.global_batch import global_batch, process_rows
-from mtjax.sharding.placement import replicated
+from mtjax.sharding.param_specs import replicated
 
 SHORTEST = 32
 """Tokens of the shortest shape; each next one is twice as long."""
@@ -85,6 +85,7 @@ class Embedder:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of weights and tokenizer, of type and tokens, and of how the states become one vector."""
+        # Not the name: the same weights may be elsewhere. Not the mesh: it does not change the numbers beyond rounding.
         made_by = {"weights": self._saved.content, "tokenizer": content_digest(self._encoder.tokenizer)}
         return digest({**made_by, "tokens": self.max_tokens, "dtype": self.dtype, "rule": RULE})
 
@@ -101,13 +102,16 @@ class Embedder:
         """
         out = np.zeros((len(texts), self.width), np.float16)
         ids = [ids for (ids,) in self._encoder.encode([(text,) for text in texts])]
+        # Two more: [CLS] and [SEP].
         sizes = np.array([min(len(each) + 2, self.max_tokens) if len(each) else 0 for each in ids])
+        # Short texts first, in short rows: the shapes are few, so each compiles once.
         for length in self._lengths:
             chosen = np.flatnonzero((sizes > 0) & (sizes <= length))
             sizes[chosen] = 0
             for at in range(0, len(chosen), self._batch):
                 rows = chosen[at : at + self._batch]
                 out[rows] = self._embed([ids[row] for row in rows], length)
+        # float16, in which the database is stored, ends at 65,504.
         if not np.isfinite(out).all():
             bad = texts[int(np.argmin(np.isfinite(out).all(axis=1)))]
             raise UserError(f"--embedder {self.name} gives numbers beyond float16, for example for {bad[:60]!r}")
@@ -119,12 +123,14 @@ class Embedder:
         return [length for length in steps if length < self.max_tokens] + [self.max_tokens]
 
     def _embed(self, ids: Sequence[np.ndarray], length: int) -> np.ndarray:
+        # Always full batches: a last one that is shorter would be another shape to compile.
         tokens = np.full((self._batch, length), self._encoder.format.pad, np.int32)
         sizes = np.full(self._batch, 3)  # rows that fill up the batch have a token, so that no mean is of nothing
         for i, each in enumerate(ids):
             row, _ = self._encoder.format.row((each,), length)
             tokens[i, : len(row)], sizes[i] = row, len(row)
         place = np.arange(length)
+        # Without [CLS] in front and [SEP] behind: of two short texts these would be most of the mean.
         is_text = ((place > 0) & (place < sizes[:, None] - 1)).astype(np.float32)
         arrays = {
             "tokens": tokens,
@@ -146,6 +152,7 @@ class Embedder:
             model = self._placed.inference_model(parameters)
             assert isinstance(model, BERTEncoder)  # checked in __init__
             hidden = model.final_norm(final_hidden_states(self._placed, parameters, batch))
+            # The mean in float32: a sum of 256 states in 16 bits loses digits.
             hidden = reshard_sequence(hidden, "seq").astype(jnp.float32)
             weights = batch["is_text"][:, :, None]
             return ((hidden * weights).sum(axis=1) / weights.sum(axis=1)).astype(jnp.float16)

@@ -1,6 +1,6 @@
 """Embeddings of all chunks of a corpus: a `.npy` file float16 [chunks, width], and a record of what they are of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -110,6 +110,7 @@ def text_of_chunk(tokens: np.ndarray, tokenizer: Tokenizer, source: Path) -> str
       UserError: the vocabulary lacks one of its tokens.
     """
     ids = checked_ids([tokens], tokenizer.vocab_size, source)
+    # The end of a document is no text to another vocabulary, which would read the letters of its name.
     return tokenizer.decode(ids[ids != tokenizer.eod].tolist())
 
 
@@ -121,7 +122,6 @@ def embed_corpus(
     path: Path,
     *,
     block: int = BLOCK,
-    on_block: Callable[[int], None] | None = None,
 ) -> EmbeddingsHeader:
     """Writes the embeddings of all chunks of a corpus; the same call continues after an interruption.
 
@@ -132,7 +132,6 @@ def embed_corpus(
       chunk: tokens in a chunk.
       path: of the array; the record is beside it.
       block: chunks between two records of the progress.
-      on_block: called with the number of chunks that are done.
 
     Raises:
       UserError: a file can't be read or written.
@@ -144,7 +143,9 @@ def embed_corpus(
         *(str(corpus.prefix), corpus.content(), content_digest(tokenizer), chunk, len(database)),
         *(embedder.width, embedder.name, embedder.fingerprint, embedder.max_tokens, embedder.dtype),
     )
+    # Without names: a run continues after its corpus or embedder was moved, whose contents are in digests.
     identity = {**asdict(header), "corpus": "", "embedder": ""}
+    # float16: half the file and half the memory of a search. Distances are computed in float32.
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)
     with rows.opened(), BytesProgress(f"embedding {corpus.prefix}", len(database)) as progress:
         while rows.done < len(database):
@@ -152,8 +153,6 @@ def embed_corpus(
             texts = [text_of_chunk(database.tokens(number), tokenizer, corpus.prefix) for number in numbers]
             rows.append(embedder.embed(texts))
             progress.update(rows.done)
-            if on_block:
-                on_block(rows.done)
         write_with_header(rows, record_of(path), sealed(asdict(header)))
     return header
 

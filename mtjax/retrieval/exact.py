@@ -14,7 +14,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.retrieval.vectors import Vectors
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.global_batch import global_batch
-from mtjax.sharding.placement import batch_sharding
+from mtjax.sharding.param_specs import batch_sharding
 
 BLOCK = 1 << 16
 """Vectors of a block on each device."""
@@ -56,10 +56,7 @@ class ExactIndex:
         return np.concatenate(places), np.concatenate(distances)
 
     def _ordered(self, queries: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Orders what was found by distances in float64: neither mesh nor block decides between near ones.
-
-        Of more than `MARGIN` that float32 does not distinguish from the last wanted one, they decide which get here.
-        """
+        """Orders what was found by distances in float64."""
         distances = np.full(places.shape, np.inf)
         step = max(1, RESCORED // places.shape[1])
         for at in range(0, len(queries), step):
@@ -67,6 +64,8 @@ class ExactIndex:
             query, column = np.nonzero(some >= 0)
             vectors = self._vectors.take(some[query, column]).astype(np.float64)
             distances[at + query, column] = np.square(vectors - queries[at + query]).sum(axis=1)
+        # By distance, and equal ones by place: neither mesh nor block decides, unless float32 does not distinguish more
+        # than `MARGIN` from the last wanted one.
         order = np.lexsort((places, distances), axis=1)[:, :count]
         places, distances = (np.take_along_axis(each, order, axis=1) for each in (places, distances))
         return places, distances.astype(np.float32)
@@ -78,6 +77,7 @@ class ExactIndex:
         rows[: len(queries)] = queries
         places = np.full((len(queries), count), -1, np.int64)
         distances = np.full((len(queries), count), np.inf, np.float32)
+        # A block may have fewer vectors than are wanted.
         taken = min(count, self._block)
         for first, block in self._on_devices():
             near, at = self._on_mesh(rows, block, taken)
@@ -85,6 +85,7 @@ class ExactIndex:
             share = first + np.arange(self._devices)[:, None, None] * self._block
             at = np.concatenate([places, *(at.astype(np.int64) + share)[:, : len(queries)]], axis=1)
             near = np.concatenate([distances, *near[:, : len(queries)]], axis=1)
+            # Block by block, so that memory holds one block's candidates beside the best so far.
             order = np.argsort(near, axis=1, kind="stable")[:, :count]
             places, distances = (np.take_along_axis(each, order, axis=1) for each in (at, near))
         places[np.isinf(distances)] = -1
@@ -97,6 +98,7 @@ class ExactIndex:
 
     def _on_devices(self) -> Iterator[tuple[int, Array]]:
         """Yields blocks on the devices, float16[devices, block, width], and the place of the first vector of each."""
+        # 2 bytes of float16. A server asks for a few queries at a time: the vectors would be sent again for each.
         if 2 * self._vectors.width * len(self._vectors) <= KEPT_BYTES * self._devices:
             yield from self._kept
         else:
@@ -121,9 +123,11 @@ def _nearest(queries: Array, block: Array, count: int) -> Any:
     """Returns squared distances, float32[devices, queries, count], and the positions in each device's share."""
     queries, block = queries.astype(jnp.float32), block.astype(jnp.float32)
     # |q - v|^2 without the differences of all pairs.
+    # XLA: without HIGHEST, GPUs multiply float32 in TF32, whose 10 bits of mantissa would order near vectors at random.
     products = jnp.einsum("qw,dbw->dqb", queries, block, precision=lax.Precision.HIGHEST)
     sizes = jnp.square(block).sum(-1)
     distances = jnp.square(queries).sum(-1)[None, :, None] - 2 * products + sizes[:, None]
+    # Rounding may make the distance of equal vectors negative.
     distances = jnp.where(sizes[:, None] > 0, jnp.maximum(distances, 0.0), jnp.inf)
     near, at = lax.top_k(-distances, count)
     return -near, at

@@ -43,6 +43,8 @@ class FaissIndex:
         self._faiss, self._vectors, self._factory = require("faiss", "faiss"), vectors, factory
         name = digest({"of": identity, "factory": factory, "sample": sample, "size": len(vectors)})
         path = None if saved is None else saved.with_name(f"{saved.name}.{name}.faiss")
+        # Chunks without text: faiss has no way to leave out a vector that was added, so they are dropped from what it
+        # finds.
         zeros = [place + np.flatnonzero(~block.any(axis=1)) for place, block in vectors.blocks(BLOCK)]
         self._zeros = np.concatenate([np.empty(0, np.int64), *zeros])
         index = self._read(path)
@@ -56,6 +58,7 @@ class FaissIndex:
     def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See `vectors.Index.search`; the distances are those of the index."""
         # More, so that enough are left without the vectors of zeros.
+        # With many of them, twice as many are searched: most are not near a query that has text.
         wanted = min(count + len(self._zeros), len(self)) if len(self._zeros) < count else min(2 * count, len(self))
         distances, places = self._index.search(np.ascontiguousarray(queries, np.float32), wanted)
         distances = np.where((places < 0) | np.isin(places, self._zeros), np.inf, distances).astype(np.float32)
@@ -82,9 +85,11 @@ class FaissIndex:
                 f"--index {self._factory} is exact or an index that faiss knows, for {self._vectors.width} numbers: "
                 f"{_reason(e)}"
             ) from e
+        # A fixed seed: the same vectors give the same index.
         chosen = np.random.default_rng(SEED).permutation(len(self._vectors))[:sample]
         say(f"training {self._factory} on {len(chosen):,} of {len(self._vectors):,} vectors")
         try:
+            # Sorted, so that the memory-mapped file is read from front to back.
             index.train(self._vectors.take(np.sort(chosen)).astype(np.float32))
         except RuntimeError as e:
             raise UserError(
@@ -111,6 +116,7 @@ class FaissIndex:
 
     def _set_nprobe(self, nprobe: int) -> None:
         try:
+            # Also through transformations in front of it, such as OPQ.
             self._faiss.extract_index_ivf(self._index).nprobe = nprobe
         except RuntimeError as e:
             raise UserError(

@@ -30,6 +30,7 @@ class IndexKind:
     @classmethod
     def of(cls, text: str) -> "IndexKind":
         """Returns the kind with this `text`."""
+        # From the back: a factory string has commas itself.
         found = re.fullmatch(r"(.+), sample (\d+), nprobe (\d+|None)", text)
         if found is None:
             return cls(text)

@@ -84,6 +84,7 @@ class Retriever:
         devices: int = 1,
         rows: int = 1,
     ) -> None:
+        # Everything that can be refused without a device comes first: the embedder's weights and the index take long.
         opened = _open(prefixes)
         check_together(opened.found)
         self._tokenizer = tokenizer
@@ -98,6 +99,7 @@ class Retriever:
     @cached_property
     def identity(self) -> str:
         """A digest of all that the neighbours of a chunk depend on, beside the model's own settings."""
+        # Not the names: a corpus may have been moved.
         texts = [{name: each[name] for name in ("content", "first", "documents")} for each in self.database.described]
         return digest({"in": texts, "by": self._embedder.fingerprint, "index": self._kind.text(), "of": self._nearest})
 
@@ -144,7 +146,9 @@ class Retriever:
           where there are no more.
         """
         texts = [
-            text_of_chunk(ids[ids < self._tokenizer.vocab_size], self._tokenizer, Path("the prompt")) for ids in chunks
+            # A model's vocabulary is padded, and an untrained model may write such a token.
+            text_of_chunk(ids[ids < self._tokenizer.vocab_size], self._tokenizer, Path("the prompt"))
+            for ids in chunks
         ]
         database, dropped = self.database, [np.array(sorted(each), np.int64) for each in without]
 
@@ -197,6 +201,7 @@ def _open(prefixes: Sequence[str]) -> _Opened:
       UserError: files are missing, damaged or of another text than they were made of.
     """
     records = {prefix: _header_of(prefix) for prefix in prefixes}
+    # A run's neighbours name their database: the same chunks as in training, and no validation text.
     if len(prefixes) == 1 and (made := records[prefixes[0]]) is not None:
         return _of_run(*made)
     if neighbours := next((prefix for prefix, made in records.items() if made is not None), None):
@@ -226,6 +231,7 @@ def _open(prefixes: Sequence[str]) -> _Opened:
 
 def _header_of(prefix: str) -> tuple[Path, Header] | None:
     """Returns the record of a run's neighbours, if there are any under this prefix."""
+    # Both splits are searched in the same database.
     paths = (header_path(prefix, split) for split in ("train", "valid"))
     path = next((path for path in paths if path.is_file()), None)
     return None if path is None else (path, read_header(path))
@@ -249,6 +255,7 @@ def _of_run(path: Path, header: Header) -> _Opened:
     # Records of before the files were recorded have those beside the corpora.
     files = header.embedder.get("embeddings") or [str(default_path(corpus.prefix)) for corpus in corpora]
     found = [Embeddings.open(Path(file)) for file in files]
+    # The files may have been made anew since: with another embedder the distances mean nothing.
     for each, corpus in zip(found, corpora, strict=True):
         each.corpus(corpus.prefix)
         if each.header.fingerprint != header.embedder["fingerprint"]:
@@ -291,6 +298,7 @@ def _embedder_of(made: Embeddings, name: str | None, devices: int, rows: int) ->
     settings = {key: value for key, value in settings.items() if value is not None}
     mesh = f"{devices}x1"
     embedder = Embedder(name or made.header.embedder, mesh=mesh, rows=-(-rows // devices), **settings)
+    # Vectors of another encoder lie elsewhere: distances to them would order chunks by nothing.
     if embedder.fingerprint != made.header.fingerprint:
         remedy = "name the one that made it with --embedder"
         if not settings:

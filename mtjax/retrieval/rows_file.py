@@ -47,6 +47,7 @@ class RowsFile:
         """
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Not "w": a run that does not get the lock must not empty the file of the one that has it.
             file = self._partial.open("a+b")
         with file:
             with _writing(self.path):
@@ -74,6 +75,8 @@ class RowsFile:
         with _writing(self.path):
             self._file.write(np.ascontiguousarray(rows, self.dtype).tobytes())
             self._file.flush()
+            # Rows before the record that counts them: after a power cut there may be more rows than it says, never
+            # fewer.
             os.fsync(self._file.fileno())
             self.done += len(rows)
             temporary = self._record.with_name(self._record.name + ".tmp")

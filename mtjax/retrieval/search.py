@@ -67,6 +67,7 @@ def find(
     """
     found = np.full((len(queries), count), -1, np.int64)
     distances = np.full((len(queries), count), np.inf, np.float32)
+    # Twice as many at first: neighbours of the own document are usually among the nearest, and are dropped.
     open_queries, wanted = np.flatnonzero(queries.any(axis=1)), min(2 * count, len(index))
     while len(open_queries):
         places, near = index.search(queries[open_queries], wanted)
@@ -75,6 +76,7 @@ def find(
             real = candidates >= 0
             kept = np.flatnonzero(real)[keeps(query, candidates[real])][:count]
             found[query, : len(kept)], distances[query, : len(kept)] = candidates[kept], of_each[kept]
+            # With a candidate that is not real, the index has no more to give.
             if len(kept) < count and real.all() and wanted < len(index):
                 short.append(query)
         open_queries, wanted = np.array(short, np.int64), min(MORE * wanted, len(index))
@@ -136,10 +138,12 @@ def of_samples(
         *(asking.settings, asking.count, database.described, len(database.chunks), rules.neighbours),
         *(described, rules.described(kind)),
     )
+    # Half of the file for all but the largest databases.
     dtype = "<i4" if len(database.chunks) < 2**31 else "<i8"
     rows = RowsFile(rows_path(prefix, split), (header.rows, rules.neighbours), dtype, asdict(header))
     sums = RowsFile(sums_path(prefix, split), (asking.count, 2), "<u4", asdict(header))
     with rows.opened(), sums.opened(), BytesProgress(f"neighbours of {split} samples", asking.count) as progress:
+        # Two files are appended one after the other: an interruption may leave the first ahead.
         done = min(rows.done // chunks, sums.done)
         rows.rewind(done * chunks)
         sums.rewind(done)
@@ -152,6 +156,7 @@ def of_samples(
             by_sample = zip(tokens, found.reshape(len(tokens), -1), strict=True)
             sums.append(np.array([[checksum(text), checksum(near)] for text, near in by_sample], "<u4"))
             progress.update(sums.done)
+        # The old record first: it must not stand beside new arrays.
         header_path(prefix, split).unlink(missing_ok=True)
         sums.publish()
         write_with_header(rows, header_path(prefix, split), header.text())
@@ -181,11 +186,13 @@ def _keeps(
     def keeps(query: int, candidates: np.ndarray) -> np.ndarray:
         sample, place = divmod(query, per_sample)
         kept = ~np.isin(database.documents(candidates), own[sample])
+        # The next chunk is what the model predicts with these neighbours: one that has its text would give it away.
         following = tokens[sample, (place + 1) * chunk : (place + 2) * chunk]
         if rules.without_overlap and len(following):
             left = rules.neighbours
             for number in np.flatnonzero(kept):
                 text = database.tokens(int(candidates[number]), rules.retrieved_chunks)
+                # Comparisons end with the neighbours that are needed.
                 kept[number] = left > 0 and not shares_run(following, text, rules.without_overlap)
                 left -= int(kept[number])
         return kept

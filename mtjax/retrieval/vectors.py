@@ -31,6 +31,7 @@ class Vectors:
 
     def chunks(self, places: np.ndarray) -> np.ndarray:
         """Returns the chunk of each place, of the same shape; -1 for -1."""
+        # clip: places of -1 and those of empty indices must not be out of range before `where` drops them.
         part = np.searchsorted(self._ends, places, side="right").clip(0, len(self.parts) - 1)
         # The place of the part's first row, and the chunk of it.
         begins = np.array([end - (p.end - p.begin) for end, p in zip(self._ends, self.parts, strict=True)], np.int64)
@@ -53,6 +54,7 @@ class Vectors:
         for number, each in enumerate(self.parts):
             mine = part == number
             begin = int(self._ends[number]) - (each.end - each.begin)
+            # File by file: fancy indexing of a memory map reads only the rows that are asked for.
             out[mine] = each.rows[each.begin + places[mine] - begin]
         return out
 

@@ -62,10 +62,12 @@ class CompileCache:
             self._prepare(Path(os.path.expanduser(self.folder)).absolute())  # noqa: PTH111 - it never fails
         if str(self.folder) != str(self._before[DIR]):
             _use_folder(self.folder)
+        # What the environment sets, stays.
         for name in (name for name in _SMALL if name.upper() not in self._environment):
             jax.config.update(name, 0)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(warnings.catch_warnings())
+        # Python would show each warning once per place, and hide the second program's.
         warnings.filterwarnings("always", MESSAGE.partition("'")[0], UserWarning)
         self._show, warnings.showwarning = warnings.showwarning, self._warned
         jax.monitoring.register_event_listener(self._count)
@@ -110,6 +112,7 @@ class CompileCache:
             return
         action, program, why = match.groups()
         self._failed.setdefault(program, why.splitlines()[0])
+        # The first process alone: others may share the folder.
         if action == "reading" and why.startswith(CUT_OFF) and self.folder is not None and jax.process_index() == 0:
             for entry in Path(self.folder).glob(f"{program}-*-cache"):
                 with contextlib.suppress(OSError):
@@ -153,6 +156,7 @@ def remove_least_recent(folder: Path, limit: int) -> None:
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process removed it
             status = path.stat()
+            # Many file systems update the time of access rarely, or never.
             entries.append((max(status.st_atime, status.st_mtime), status.st_size, path))
     total = sum(size for _, size, _ in entries)
     for _, size, path in sorted(entries):

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):
@@ -38,6 +38,7 @@ def attach_devices(mesh_shape: MeshShape, num_processes: int = 1) -> Mesh:
             f"mesh {mesh_shape} has {mesh_shape.size} devices, which is not a multiple of {num_processes} processes: "
             "choose another mesh or another number of processes"
         )
+    # Without asking jax, which would create the devices.
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
     if mesh_shape.size > 1 and on_cpus:  # XLA: it reads NPROC when it creates its devices
         threads = THREADS_PER_DEVICE * mesh_shape.size // num_processes

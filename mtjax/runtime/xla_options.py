@@ -257,6 +257,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
     fast = _fast(config, mesh, device)
     if not config.training.deterministic:
         return fast
+    # Determinism wins where both have an option.
     return Chosen(fast.options | deterministic(device).options, fast.refused)
 
 
@@ -322,6 +323,7 @@ def accepted(table: tuple[XLAOption, ...], device: Any) -> Chosen:
     """Returns the options of a table that the installed version needs and accepts, tested by compiling a tiny program
     with each of them for a device."""
     table = tuple(option for option in table if option.is_needed)
+    # All at once first: one compile where every option is known.
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 

@@ -53,6 +53,7 @@ class CommonFields:
         """
         service.check_name(fields.take("model"))
         has_seed = fields.has("seed")
+        # OpenAI's default temperature, not the greedy 0 of `mtjax generate`.
         sampling = fields.sampling(temperature=1.0, seed=random_seed())
         samples = fields.integer("n", 1, MOST_SAMPLES) or 1
         stops = strings_or_one(fields.take("stop"), "stop", MOST_STOPS)
@@ -63,9 +64,11 @@ class CommonFields:
             )
         if options is not None and not isinstance(options, dict):
             raise invalid_value("stream_options", shortened(options), "an object")
+        # OpenAI pads events with random characters unless this is false; here nothing is padded.
         more = Fields(options or {}, without_effect=["include_obfuscation"])
         usage = more.boolean("include_usage")
         more.reject_unknown()
+        # Rejected rather than ignored: an ignored field would change the texts without a word.
         fields.reject_unsupported("logit_bias", "this server does not support it", {})
         return cls(sampling, has_seed, samples, stops, stream, usage)
 
@@ -81,6 +84,11 @@ class ResponseFormat(Protocol):
     @property
     def names(self) -> tuple[str, str]:
         """`object` of a full response, and of an event."""
+        ...
+
+    @property
+    def has_text(self) -> bool:
+        """Whether choices have the generated text: not if a prompt is only scored."""
         ...
 
     def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
@@ -130,6 +138,7 @@ class Texts:
             return EventStream(self._events(form), self._service, self._pending)
         try:
             return await unless_disconnected(request.receive, self._full_response(form))
+        # Texts of a client that has gone would keep their slots until their last token.
         finally:
             self._service.host.cancel(self._pending)
 
@@ -143,10 +152,11 @@ class Texts:
             {"index": index, **form.full_choice(index, text), "finish_reason": text.ended}
             for index, text in enumerate(self._texts)
         ]
-        return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage()})
+        return json_response({**self._head(form, form.names[0]), "choices": choices, "usage": self._usage(form)})
 
     async def _events(self, form: ResponseFormat) -> AsyncIterator[bytes]:
         head = self._head(form, form.names[1])
+        # OpenAI's API: with include_usage every event has `usage`, which is null in all but the last.
         counted = {"usage": None} if self._fields.usage else {}
 
         def event(index: int, choice: dict[str, Any], ended: str | None = None) -> bytes:
@@ -155,6 +165,7 @@ class Texts:
 
         try:
             for index in range(len(self._texts)):
+                # Before the engine has said anything, so that a client knows at once that its request was accepted.
                 if first := form.first_choice(index):
                     yield event(index, first)
             async for update in self._pending.events():
@@ -166,7 +177,7 @@ class Texts:
             yield b"data: " + as_json(e.body()) + b"\n\n"
             return
         if self._fields.usage:
-            yield b"data: " + as_json({**head, "choices": [], "usage": self._usage()}) + b"\n\n"
+            yield b"data: " + as_json({**head, "choices": [], "usage": self._usage(form)}) + b"\n\n"
         yield DONE
 
     def _head(self, form: ResponseFormat, name: str) -> dict[str, Any]:
@@ -177,9 +188,11 @@ class Texts:
             "model": self._service.name,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self, form: ResponseFormat) -> dict[str, int]:
         prompt_tokens = sum(map(len, self._prompts))
-        generated = sum(piece.token is not None for text in self._texts for piece in text.pieces)
+        # The engine generates a token in any case.
+        pieces = (piece for text in self._texts for piece in text.pieces) if form.has_text else ()
+        generated = sum(piece.token is not None for piece in pieces)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,

@@ -41,6 +41,7 @@ def make_app(service: Service) -> ASGIApp:
         route("/detokenize", vocabulary.detokenize, "POST"),
         route("/tokenizer_info", vocabulary.tokenizer_info),
         route(API, megatron.generate, "PUT"),
+        # Without a key: load balancers and Prometheus have none, and the page asks for one.
         route("/health", health, is_public=True),
         route("/metrics", metrics, is_public=True),
         route("/", page, is_public=True),
@@ -59,6 +60,7 @@ def make_app(service: Service) -> ASGIApp:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{path} does not support the method {method[:20]}: use {allowed}"
         response = ApiError(error.status_code, message).response()
+        # `Allow` of status 405, which HTTP requires.
         response.headers.update(error.headers or {})
         return response
 
@@ -83,6 +85,7 @@ class Counting:
         """Handles a request and counts its response."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        # Kept if the response never starts.
         code = CLIENT_CLOSED_REQUEST
 
         async def counting_send(message: Message) -> None:
@@ -96,6 +99,7 @@ class Counting:
         try:
             await self._app(scope, receive, counting_send)
         finally:
+            # Clients choose paths: a label for each of them would let the metrics grow without limit.
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._service.host.metrics.requests.labels(path, str(code)).inc()
 

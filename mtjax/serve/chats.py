@@ -90,6 +90,7 @@ def read_inputs(fields: Fields, template: ChatTemplate | None) -> TemplateInputs
         values["tools"] = None
     for name, value in values.items():
         try:
+            # One by one, so that an error names its field.
             inputs = TemplateInputs.of({name: value})
             if template is not None:
                 template.check(inputs)
@@ -115,6 +116,7 @@ def read_messages(given: Any, template: ChatTemplate | None = None) -> list[dict
 def _message(given: Any, name: str, template: ChatTemplate | None) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise invalid_value(name, shortened(given), "an object with role and content")
+    # Clients append the server's answers to the conversation: their nulls and empty lists say nothing.
     message = {key: value for key, value in given.items() if value is not None and (value != [] or key not in EMPTY)}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
@@ -125,6 +127,7 @@ def _message(given: Any, name: str, template: ChatTemplate | None) -> dict[str, 
         if key in EMPTY:
             raise ApiError(400, f"{name} has {key}, and this model's chat_template does not use it: remove it", name)
         raise ApiError(400, f"{name} has an unknown field {shortened(repr(key))}{nearest(key, KEYS + EMPTY)}", name)
+    # OpenAI's answers with tool calls have null for content.
     if content is None and role == "assistant" and message.get("tool_calls"):
         return message
     return message | {"role": ROLES[role], "content": _text(content, f"{name}.content")}
@@ -148,6 +151,7 @@ class ChatFormat:
 
     prefix = "chatcmpl"
     names = ("chat.completion", "chat.completion.chunk")
+    has_text = True
 
     def __init__(self, tokens: Tokens, most_likely: int | None) -> None:
         self._tokens, self._top_logprobs = tokens, most_likely

@@ -110,6 +110,7 @@ def serve(
     """
     host = Host(engines, options.batch, options.most_waiting)
     limits = Limits(options.most_body, options.most_tokens or host.max_context, options.most_seconds)
+    # The folder behind `hf:` and the like; resolved, as a path may end in "..".
     name = options.name or Path(options.source.rpartition(":")[2]).resolve().name
     tokens = Tokens(model.tokenizer, model.folder, model.first_ids, model.prompt_ids)
     service = Service(name, tokens, model.stop_ids, host, limits, Keys(keys))

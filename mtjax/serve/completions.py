@@ -42,6 +42,7 @@ async def create_completion(service: Service, request: HttpRequest) -> Response:
     most_likely = fields.integer("logprobs", 0, MOST_LIKELY)
     echo = fields.boolean("echo")
     fields.reject_unsupported("suffix", "this server does not insert text before a suffix", "")
+    # `best_of` equal to `n` asks for what the server does.
     fields.reject_unsupported("best_of", "this server returns all n texts", common.samples)
     fields.reject_unknown()
     if tokens == 0 and not echo:
@@ -49,6 +50,7 @@ async def create_completion(service: Service, request: HttpRequest) -> Response:
             400, "max_tokens is 0, which requires echo: set echo to true, or generate at least one token", "max_tokens"
         )
     prompts = await read_prompts(service, given)
+    # One limit for all prompts of a request: each must have space for as many tokens.
     longest = max(len(prompt.ids) for prompt in prompts)
     # With max_tokens 0 one token is generated, which ends the request, and not returned.
     max_new_tokens = service.max_new_tokens(longest, tokens or (None if tokens is None else 1), "max_tokens", TOKENS)
@@ -76,6 +78,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
     expected = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
     if given is None:
         raise ApiError(400, f"prompt is missing: send {expected}", "prompt")
+    # A list that begins with a number is one prompt of ids.
     several = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     if len(several) > service.host.max_texts:
         raise invalid_value("prompt", f"a list of {len(several)}", f"of at most {service.host.max_texts}")
@@ -84,6 +87,7 @@ async def read_prompts(service: Service, given: Any) -> list[Prompt]:
         if isinstance(one, str):
             prompts.append(Prompt(await service.tokens.encode_prompt(checked_text(one, "prompt")), one))
         elif isinstance(one, list) and one and all(map(_is_id, one)):
+            # The text of ids is what `echo` returns.
             prompts.append(Prompt(one, await service.tokens.decode(one)))
         else:
             raise invalid_value("prompt", shortened(given), expected)
@@ -112,8 +116,9 @@ class CompletionFormat:
         *,
         has_text: bool,
     ) -> None:
+        # OpenAI numbers choices so: the n texts of the first prompt, then those of the second.
         self._prompts = [prompt for prompt in prompts for _ in range(samples)]
-        self._echo, self._has_text = echo, has_text
+        self._echo, self.has_text = echo, has_text
         self._logprobs: list[CompletionLogprobs] | None = None
         if most_likely is not None:
             starts = [self._start(service, prompt) if echo else 0 for prompt in self._prompts]
@@ -125,8 +130,8 @@ class CompletionFormat:
 
     def full_choice(self, index: int, text: Completion) -> dict[str, Any]:
         """Returns a choice with the text and its log-probabilities."""
-        pieces = [*text.prompt_pieces, *(text.pieces if self._has_text else ())]
-        content = (self._prompts[index].text if self._echo else "") + (text.text if self._has_text else "")
+        pieces = [*text.prompt_pieces, *(text.pieces if self.has_text else ())]
+        content = (self._prompts[index].text if self._echo else "") + (text.text if self.has_text else "")
         return {"text": content, "logprobs": self._choice_logprobs(index, pieces)}
 
     def first_choice(self, index: int) -> dict[str, Any] | None:
@@ -135,7 +140,7 @@ class CompletionFormat:
 
     def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
         """Returns a piece of text; for the prompt, whose text is in the first choice, log-probabilities only."""
-        if not (is_prompt or self._has_text):
+        if not (is_prompt or self.has_text):
             return None
         text = "" if is_prompt else piece.text
         return {"text": text, "logprobs": self._choice_logprobs(index, [piece])} if text or self._logprobs else None

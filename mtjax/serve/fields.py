@@ -21,10 +21,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
 
     def constant(name: str) -> Any:
+        # Python's parser accepts NaN and Infinity; NaN passes every comparison with a bound.
         raise ValueError(f"{name} is not valid in JSON")
 
     try:
         value = json.loads(body.decode(), parse_constant=constant)
+    # RecursionError: some thousand opening brackets are enough.
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {first_line(e)}") from e
     if not isinstance(value, dict):
@@ -89,6 +91,7 @@ class Fields:
         """
         chosen = dict(defaults)
         for field in fields_of(Sampling):
+            # The endpoints read `max_tokens` under the names of their APIs, and know what is left of the context.
             if field.name in ("max_tokens", "seed"):
                 continue
             bound = BOUNDS[field.name]

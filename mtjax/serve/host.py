@@ -46,6 +46,7 @@ class PendingResponse:
 
     def __init__(self, seconds: float) -> None:
         self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        # A single deadline for all events: a timeout for each would let a slow text go on forever.
         self._deadline = self._loop.time() + seconds
         self._queue: asyncio.Queue[TextEvent | ApiError] = asyncio.Queue()
         self.requests: dict[int, Request] = {}
@@ -113,6 +114,8 @@ class Host:
 
     def __init__(self, engines: Sequence[ReplicaEngine], sequences: int, most_waiting: int) -> None:
         self._engines, self._engine = tuple(engines), engines[0]
+        # Limited here and not by the engines' queues, so that the texts of a request are accepted all together or not
+        # at all.
         self._max_texts = sequences * len(engines) + most_waiting
         self.metrics = Metrics([lambda engine=engine: engine.load for engine in engines], sequences)
         self.failure: BaseException | None = None
@@ -150,6 +153,7 @@ class Host:
         """
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
         for engine in self._engines:  # engines of other processes start to compile right away, in parallel
+            # Two tokens: the first comes from prefill, the second from a decode step.
             engine.submit(Request((0,), Sampling(max_tokens=2)))
         for engine in self._engines:
             engine.run()
@@ -182,6 +186,7 @@ class Host:
         now = time.perf_counter()
         try:
             for index, request in enumerate(requests):
+                # Chosen for each text: the n texts of a request are spread over the replicas.
                 replica = self._least_busy()
                 counted = self._with_metrics(pending, index, request, now, replica)
                 self._engines[replica].submit(counted)
@@ -190,6 +195,7 @@ class Host:
                 self.idle.clear()
                 self.metrics.prompt_tokens.inc(len(request.prompt))
         except UserError as e:
+            # Texts before the invalid one were submitted already.
             self.cancel(pending)
             raise ApiError(400, str(e), "prompt") from e
 
@@ -210,6 +216,7 @@ class Host:
         start, found = time.perf_counter(), list[Beam]()
 
         def job() -> None:
+            # The client may have gone while the job was waiting.
             if pending in self._pending:
                 found.extend(beams.search(prompt, max_tokens, lambda: pending not in self._pending))
             self.metrics.request_seconds.observe(time.perf_counter() - start)

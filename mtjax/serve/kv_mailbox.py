@@ -20,6 +20,7 @@ def receive(prefix: str, *, only_reader: bool = False) -> Iterator[Any]:
         key = f"{prefix}/{count}"
         message = _wait_for(key)
         if only_reader:
+            # The coordination service keeps all keys in memory.
             service().key_value_delete(key)
         yield json.loads(message)
 
@@ -29,6 +30,7 @@ def _wait_for(key: str) -> str:
         try:
             return service().blocking_key_value_get(key, POLL_MS)
         except jax.errors.JaxRuntimeError as e:
+            # jax has one exception for all errors of the service; only a timeout means that there is no message yet.
             if "DEADLINE_EXCEEDED" not in str(e):
                 raise
 

@@ -91,6 +91,7 @@ class LockstepLeader:
     def _step(self, joining: list[Request], ending: list[Request]) -> bool:
         """Publishes a plan and steps; returns whether there was any work."""
         for request in joining:
+            # Requests are compared by identity, which other processes don't have.
             self._numbers[request], self._count = self._count, self._count + 1
             self._engine_requests[request] = ending_once(request, self._forget, self.cancel)
         # Requests may have ended in the engines since they were cancelled.
@@ -99,6 +100,7 @@ class LockstepLeader:
             "join": [[self._numbers[request], request_to_json(request)] for request in joining],
             "end": [self._numbers[request] for request in ends],
         }
+        # Before this process steps: followers must join the step's collectives, or it would never return.
         self._publish(plan)
         for request in joining:
             self._engine.submit(self._engine_requests[request])
@@ -140,6 +142,8 @@ def ending_once(request: Request, forget: Callable[[Request], None], end: Callab
             has_ended = True
             request.on_end("stop")
             end(request)
+        # Never true: the leader's engine would end the text a step before the followers' engines, and their collectives
+        # would no longer match.
         return False
 
     return dataclasses.replace(request, on_token=on_token, on_end=on_end)
@@ -156,6 +160,7 @@ def follow(engine: Engine, replica: int) -> None:
             requests[number] = request = request_from_json(fields, on_end=on_end)
             engine.submit(request)
         for number in plan["end"]:
+            # The request may have ended by its length since the leader planned to cancel it.
             if number in requests:
                 engine.cancel(requests[number])
         engine.step()

@@ -40,6 +40,7 @@ class CompletionLogprobs:
         texts: dict[str, float] = {}
         for index, logprob in [*token.top_logprobs.items()][: self._most]:
             texts.setdefault(self._tokens.text_of(index), logprob)
+        # OpenAI's API adds the token itself if it is not among the most likely ones.
         texts.setdefault(self._tokens.text_of(token.id), token.logprob)
         return texts
 

@@ -119,6 +119,7 @@ async def respond_with_beams(
     async def full_response() -> Response:
         await pending.done()
         texts = [beam.ids[: len(beam.ids) - beam.is_stopped] for beam in found]
+        # Megatron-LM returns the whole row of its batch.
         ids = [[*prompt, *text, *[tokenizer.decoder.eod] * (tokens - len(text))] for text in texts]
         return json_response(
             {
@@ -143,6 +144,7 @@ def read(fields: Fields, eod: int) -> MegatronRequest:
     given = fields.take("prompts")
     if given is None:
         raise ApiError(400, "prompts is missing: send a list of strings", "prompts")
+    # Megatron-LM refuses both names, too.
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         if fields.take(old) is not None:
             raise ApiError(400, f"{old} is no longer supported: use {new}", old)
@@ -207,6 +209,7 @@ async def _ends(service: Service, parsed: MegatronRequest) -> Callable[[Sequence
 
     async def single_token(text: str) -> int | None:
         ids = await service.tokens.encode(text)
+        # With other tokenizers a line break may be several tokens; then no single one ends a text.
         return ids[0] if len(ids) == 1 else None
 
     eod, line, empty = service.tokens.decoder.eod, await single_token("\n"), await single_token("\n\n")

@@ -71,6 +71,7 @@ class RemoteReplica:
 
     def cancel(self, request: Request) -> None:
         """Cancels a request; does nothing if it has ended or belongs to another replica."""
+        # `Host` cancels a request in all engines, as it does not note which one has it.
         number = self._numbers.get(request)
         if number is not None:
             self._commands.send([END, number])
@@ -129,6 +130,7 @@ def serve_replica(engine: Engine | LockstepLeader, replica: int) -> None:
             engine.wake()
 
     threading.Thread(target=read_commands, name=f"commands of replica {replica}", daemon=True).start()
+    # Ends only when no work is left: all requests have sent their END before STOP.
     engine.run(stopped)
     if failures:
         raise failures[0]
@@ -143,6 +145,7 @@ def _join(
 
     def on_token(token: Token) -> bool:
         events.send([TOKEN, number, _token_to_json(token)])
+        # Stop sequences are found by process 0, which detokenizes, and arrive as END.
         return False
 
     def on_end(reason: FinishReason) -> None:

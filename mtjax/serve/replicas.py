@@ -75,5 +75,6 @@ def run_worker(replicas: Sequence[Replica], engines: Sequence[Engine], process: 
                 lambda replica=replica, engine=engine: serve_replica(leading_engine(replica, engine), replica.number)
             )
     threads = ThreadPoolExecutor(len(jobs), "replica")  # if one fails, the process ends without waiting for the others
+    # `result` raises a failed replica's error at once, although others still run.
     for done in as_completed([threads.submit(job) for job in jobs]):
         done.result()

@@ -105,6 +105,7 @@ class HTTPServer(uvicorn.Server):
             uvicorn.Config(
                 make_app(service),
                 http=Protocol,
+                # Nothing here uses WebSockets or ASGI's lifespan events.
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -129,8 +130,10 @@ class HTTPServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes connections and stops the engines."""
         self._host.draining = True
+        # What is still in flight after --drain-seconds gets status 503, not a cut connection.
         self._host.fail_pending()
         await super().shutdown(sockets)
+        # In a thread: it waits for the engines' threads, whose last events this loop must still pass on.
         await asyncio.to_thread(self._host.stop)
 
     def drain(self) -> None:
@@ -166,4 +169,5 @@ class HTTPServer(uvicorn.Server):
         """Starts to drain; before startup, exits."""
         if self._loop is None:  # nothing has begun
             raise SystemExit(0)
+        # A second Ctrl-C does not come here: `mtjax.interrupt.CtrlC` ends the process.
         self.drain()

@@ -155,7 +155,8 @@ class Service:
 
     def completion(self, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Completion:
         """Creates the completion of a prompt."""
-        return Completion(self.tokens.decoder, tuple(prompt), sampling, **{"stop_ids": self.stop_ids, **more})
+        more = {"stop_ids": self.stop_ids, "continues": not self.host.is_encoder_decoder, **more}
+        return Completion(self.tokens.decoder, tuple(prompt), sampling, **more)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:

@@ -43,6 +43,7 @@ class Tokens:
         self.settings: Mapping[str, Any] = read_object(folder / CONFIG)
         self.first = first
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
+        # Long prompts take a while to encode: in the event loop, all streams would wait.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         # A token that precedes others in `text_of`.
         self._before = tokenizer.encode("a")[-1:]

@@ -70,4 +70,5 @@ async def tokenizer_info(service: Service, request: HttpRequest) -> Response:
         "vocab_size": decoder.vocab_size,
         "model_max_length": service.host.max_context,
     }
+    # The tokenizer's own settings win over what is known of its ids.
     return json_response({**known, **service.tokens.settings, "max_model_len": service.host.max_context})

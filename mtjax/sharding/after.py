@@ -21,6 +21,7 @@ def after(known: Sequence[Array], x: Array) -> Array:
 
 
 def _select(x: Array, *known: Array) -> Array:
+    # An element of each array: the lowest bit of anything, NaN included, is 0 or 1.
     bits = sum(lax.bitcast_convert_type(first(a), jnp.uint32) & 1 for a in known)
     # XLA: the condition is always true, which XLA can't prove; the select is fused into what reads `x`, without a copy.
     return jnp.where(bits <= len(known), x, jnp.zeros_like(x))

@@ -1,4 +1,4 @@
-"""Shards arrays by the logical names of their dimensions, and handles the mesh axes over which arrays vary.
+"""Builds a mesh, shards arrays by the logical names of their dimensions, and handles the axes over which they vary.
 
 A model writes `spec("batch", "act_seq", "embed")`; the `Rules` in force, set once by `use_rules` around tracing, map
 these logical axes to mesh axes. Mesh axes have the type `Explicit`: a sharding is part of an array's type, so that a
@@ -9,15 +9,31 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AxisType, Mesh, reshard
 from jax.sharding import PartitionSpec as PartitionSpec
-from jax.sharding import reshard
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
+from mtjax.layout.mesh import MeshShape
 from mtjax.layout.rules import MANUAL, Axes, Rules
+
+
+def make_mesh(mesh_shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+    """Builds a mesh of the first `mesh_shape.size` devices, attached or compile-only, with all axes explicit."""
+    axes = mesh_shape.axes
+    # The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
+    grid = np.array(devices[: mesh_shape.size], dtype=object).reshape([mesh_shape.degree((axis,)) for axis in axes])
+    return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
+
 
 REPLICATED = PartitionSpec()
 """Replicated on every device."""
@@ -202,3 +218,53 @@ def local_positions(length: int) -> Int[Array, " seq"] | None:
     from mtjax.sharding.context.zigzag import rank_positions
 
     return rank_positions(lax.axis_index(axes), lax.axis_size(axes), length * lax.axis_size(axes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Opaque:
+    """A traced function as a primitive's parameter."""
+
+    # jax 0.12 requires more rules of a primitive that has the jaxpr itself as its parameter.
+    jaxpr: Any
+
+
+_opaque_p = Primitive("opaque")
+_opaque_p.multiple_results = True
+_opaque_p.def_abstract_eval(lambda *_, traced: traced.jaxpr.out_avals)
+_opaque_p.def_impl(lambda *arrays, traced: jaxpr_as_fun(traced.jaxpr)(*arrays))
+mlir.register_lowering(
+    _opaque_p, mlir.lower_fun(lambda *arrays, traced: jaxpr_as_fun(traced.jaxpr)(*arrays), multiple_results=True)
+)
+
+
+def no_hoist(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function(*arguments)` as one primitive, whose jaxpr is opaque until it is lowered."""
+    # `lax.scan` hoists what is computed from constants alone, such as a mask broadcast to the shape of attention
+    # scores: the program would materialize that array, keep it alive through the step, and read it in every layer. Out
+    # of a nested `shard_map` it hoists constants too, and the map then does not lower.
+    arrays, tree = jax.tree.flatten(arguments)
+    flat = lambda *arrays: function(*jax.tree.unflatten(tree, arrays))  # noqa: E731
+    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), _opaque_p.bind(*arrays, traced=_Opaque(jaxpr)))
+
+
+def where(keep: Bool[Array, "..."], x: Float[Array, "..."], otherwise: float) -> Float[Array, "..."]:
+    """Selects `x` where `keep`, which may have dimensions of 1, and the number `otherwise` elsewhere."""
+    return cast(Array, _where(keep, x, otherwise))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _where(keep: Array, x: Array, otherwise: float) -> Array:
+    return no_hoist(lambda keep, x: jnp.where(keep, x, otherwise), keep, x)
+
+
+def _where_forward(keep: Array, x: Array, otherwise: float) -> tuple[Array, Array]:
+    return where(keep, x, otherwise), keep
+
+
+def _where_backward(_: float, keep: Array, gradient: Array) -> tuple[None, Array]:
+    """Selects the gradient, in the shape of x, where `keep`."""
+    return None, where(keep, gradient, 0.0)
+
+
+_where.defvjp(_where_forward, _where_backward)

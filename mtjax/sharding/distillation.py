@@ -65,6 +65,7 @@ def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array | None) 
         """Computes losses and log Z of this rank's tokens, inside the map."""
         (top, teacher_top), (scale, soft_scale, teacher_scale, difference, target) = _summaries(specs, options, *arrays)
         log_z = jnp.log(scale) + top
+        # Of z / T the maximum is that of z over T: one maximum serves both softmaxes of the student.
         log_soft = jnp.log(soft_scale) + top / temperature
         log_teacher = jnp.log(teacher_scale) + teacher_top / temperature
         divergence = difference / teacher_scale / temperature - log_teacher + log_soft
@@ -114,6 +115,7 @@ def _backward(
             slope = hard * (jnp.exp(logits_CV - log_z) - (column_V == labels_C[:, None]))
             difference = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
             slope = options.gradient(slope + soft * temperature * difference, logits_CV)
+            # Padding of the vocabulary has no gradient.
             slope = jnp.where(column_V < options.vocab_size, slope, 0)
             return add_gradients(sums, slope, hidden_CH, cast_VH)
 
@@ -167,8 +169,11 @@ def _summaries(
         highest, teacher_highest = logits_CV.max(-1), teacher_CV.max(-1)
         below = logits_CV - highest[:, None]
         teacher_exp = jnp.exp((teacher_CV - teacher_highest[:, None]) / options.temperature)
+        # Not relative to the maxima: the difference is finite, and its factor is 0 where the teacher's logit is far
+        # below.
         difference = (teacher_exp * (teacher_CV - logits_CV)).sum(-1)
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
+        # One rank has the label's row; the others add 0 in the all-reduce below.
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         scales = jnp.exp(below).sum(-1), jnp.exp(below / options.temperature).sum(-1), teacher_exp.sum(-1)
         return None, (highest, teacher_highest, *scales, difference, target)
@@ -181,4 +186,5 @@ def _summaries(
     tops = lax.pmax(local_tops, specs.rows)
     student, teacher = local_tops - tops
     below = jnp.stack((student, student / options.temperature, *(teacher / options.temperature,) * 2))
+    # One all-reduce for all six: small arrays take a collective's latency.
     return tops, lax.psum(jnp.concatenate((jnp.stack(sums) * jnp.exp(below), target[None])), specs.rows)

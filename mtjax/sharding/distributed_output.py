@@ -8,8 +8,7 @@ from jax import lax
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import varying_axes
-from mtjax.sharding.gradients import LossModel, MicrobatchSchedule
-from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, mark_varying
 from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.layout.attention_kernel import EITHER
-from mtjax.sharding.axes import map_ranks, spec, varying_like
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -42,6 +41,7 @@ def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None,
         return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
             query, key, value, scale=scale, mask_type=causal, sliding_window_length=window
         )
+    # jax counts the tokens before a token, without itself.
     near = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         query, key, value, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
@@ -93,6 +93,7 @@ class Differentiable:
         inputs = (query, key, value)
         out, vjp = jax.vjp(self.attend, *inputs)
         residuals = jax.tree.leaves(vjp)
+        # A residual of the vjp function, as the kernel's public call returns its log-sums in 16 bits.
         return out, residuals[residual_index(residuals, (*inputs, out))]
 
     def backward(
@@ -253,6 +254,7 @@ def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Arr
     dimensions = (4, 4, 4, 3) if ranks.observes else (4, 4, 4)
     found = ranks.map(ranks.kernel.backward, dimensions)(inputs, more, out, statistics, gradient)
     of_sinks = None if sinks is None else gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient)
+    # Of this rank's rows: ranks and microbatches take the largest of these where they would add gradients.
     return *found[:3], of_sinks, found[3].max((0, 2)) if ranks.observes else None, None
 
 
@@ -261,6 +263,7 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 def type_like(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *like: Array) -> jax.ShapeDtypeStruct:
     """Returns the type of a rank's array that varies over every manual axis over which some `like` varies."""
+    # `pallas_call` does not derive this from its operands.
     axes = frozenset[str]().union(*(jax.typeof(a).mat.varying for a in like))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 

@@ -145,6 +145,7 @@ def _operands(
     """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
     and their scales."""
     of_both = [current_scale(a, E4M3, recipe.digits) for a in (x, weight)] if scales is None else scales.scale[:2]
+    # Quantized before the gather: ranks send a byte an element.
     x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
     if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
         x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
@@ -204,6 +205,7 @@ def _product_backward(
         counts = _counts(recipe, scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)))
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
+    # Where sequences are gathered in 8 bits it is gathered below, behind its quantization.
     gradient = gradient if recipe.gathers else reshard(gradient, whole)
     scale = current_scale(gradient, kind, recipe.digits) if scales is None else scales.scale[2]
     g8 = reshard(quantized(gradient, kind, scale), whole)

@@ -44,6 +44,7 @@ def scale_index(largest: Float[Array, "..."], kind: jnp.dtype, digits: int = 1) 
         unit = jnp.where(is_above, _SEVEN >> (digits - 1), _SEVEN >> digits)
         inverse = octave * steps + (mantissa + unit - 1) // unit - steps
     index = jnp.clip(-inverse, LOWEST * steps, (LOWEST + EXPONENTS) * steps - 1) - LOWEST * steps
+    # Index of the scale 1.
     return jnp.where(largest == 0, -LOWEST * steps, index)
 
 

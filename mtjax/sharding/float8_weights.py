@@ -61,6 +61,7 @@ class Float8Reduction(Reduction):
     def _quantized(self, record: ParamSpec, pair: MasterAndValues, wrapped: Any) -> Any:
         """Replaces what products read of a wrapped matrix by the matrix in 8 bits."""
         if isinstance(wrapped, ShardedParam):
+            # The float32 shard stays: the gradient is that of the master weight.
             return replace(wrapped, gather_dtype=jnp.dtype(E4M3).name, cast=(pair.values,))
         if isinstance(wrapped, ReplicatedParam):
             full = wrapped.array

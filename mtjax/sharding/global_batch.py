@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mtjax.sharding.axes import dimension_axes
-from mtjax.sharding.placement import of_dimensions
+from mtjax.sharding.param_specs import of_dimensions
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
@@ -21,6 +21,7 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
     """
     indices = of_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
     rows = [np.arange(global_batch_size)[index] for index in indices.values() if index is not None]
+    # Several devices may have the same rows: tensor, pipeline and context parallel ranks.
     return np.unique(np.concatenate(rows))
 
 

@@ -1,21 +1,28 @@
 """Computes gradients of a global batch: a schedule inside the manual region, then a reduction over ranks.
 
+In the manual region every mesh axis except `model` is manual. XLA: with explicit axes, the partitioner would reduce
+each layer's gradients in the compute type once per microbatch, inside the backward loop. With manual axes, all values
+are local to a rank and its samples, and the program itself decides when and in which type gradients are reduced.
+
 Without pipeline stages the schedule is gradient accumulation: one microbatch after the other, each through the entire
-model.
+model. Inside the backward pass that is layer by layer: a loop over layers carries the stack of parameters unchanged;
+the cotangent of that carry is the accumulator, to which each iteration of the backward loop adds the gradients of its
+layer in place.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
 
-from mtjax.sharding.axes import psum_varying
-from mtjax.sharding.grad_accumulation import add_gradients, with_accumulators, zeros_like_shards
-from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import MANUAL, STAGE, Axes, Rules
+from mtjax.sharding.axes import only_axes, psum_varying, varying_like, with_axes
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.param_specs import ParamSpec, partition_specs, trained
 from mtjax.sharding.zero import Reduction, gather_for_inference, gather_for_step, materialize_outside_stacks
@@ -23,7 +30,212 @@ from mtjax.sharding.zero import Reduction, gather_for_inference, gather_for_step
 if TYPE_CHECKING:
     from mtjax.sharding.pipeline.executor import PipelineSchedule
 
+
 Tree = Any
+
+
+@dataclass(frozen=True)
+class ManualRegion:
+    """The manual region of a model on a mesh."""
+
+    mesh: MeshShape
+    rules: Rules
+    records: Tree
+    """The `ParamSpec` of each parameter."""
+
+    @property
+    def manual(self) -> Axes:
+        """Axes that are manual inside."""
+        return tuple(axis for axis in self.mesh.axes if axis in MANUAL)
+
+    @property
+    def explicit(self) -> Axes:
+        """Axes that are explicit inside: XLA's partitioner inserts the collectives over these."""
+        return tuple(axis for axis in self.mesh.axes if axis not in MANUAL)
+
+    def batch_spec(self, dimensions: int) -> PartitionSpec:
+        """Returns the sharding of an array of a batch, [batch] or [batch, seq]."""
+        spec = PartitionSpec()
+        for dim, axes in enumerate((self.rules.batch, self.rules.seq)[:dimensions]):
+            # XLA: values that vary over an axis of degree 1 would be copied for a reduction over one rank.
+            if sharded := tuple(axis for axis in axes if self.mesh.degree((axis,)) > 1):
+                spec = with_axes(PartitionSpec(*spec, *(None,) * (dim + 1 - len(spec))), dim, sharded)
+        return spec
+
+    def mark_stage_varying(self, batch: Tree) -> Tree:
+        """Marks a rank's batch as varying over pipeline stages, which do different work on the same samples."""
+        if STAGE not in self.manual:
+            return batch
+        vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731
+        return jax.tree.map(vary, batch)
+
+    def shard_batch(self, batch: Tree) -> Tree:
+        """Shards a batch, arrays [batch] or [batch, seq], over ranks."""
+        return jax.tree.map(lambda a: reshard(a, self.batch_spec(a.ndim)), batch)
+
+    def map(self, local: Callable[[Tree, Tree], Tree], batch: Tree, results: Tree) -> Callable[[Tree, Tree], Tree]:
+        """Returns a function that runs `local` on every rank, with `model` explicit inside.
+
+        Args:
+          local: (this rank's shards of the parameters, its shard of the batch) -> results.
+          batch: arrays like those of the batch, [batch] or [batch, seq].
+          results: specs of what `local` returns; its values may vary only over the manual axes that these name.
+
+        Returns:
+          (parameters sharded as `storage_spec`, the result of `shard_batch`) -> results.
+        """
+        batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
+        param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
+        # `model` is explicit inside, but automatic at the border (`auto_axes` around `shard_map` around
+        # `explicit_axes`): were it explicit there, jax would treat each parameter as replicated over `model`, and
+        # gather it on entry and its gradient on exit. The results would be right, but slow.
+        mapped = jax.shard_map(
+            explicit_axes(local, axes=self.explicit, in_sharding=(param_specs, batch_specs)),
+            axis_names=set(self.manual),
+            in_specs=(
+                self._only(partition_specs(self.records, "storage_spec"), self.manual),
+                jax.tree.map(lambda a: self.batch_spec(a.ndim), batch),
+            ),
+            out_specs=self._only(results, self.manual),
+        )
+        return auto_axes(axes=self.explicit, out_sharding=results)(mapped)
+
+    @staticmethod
+    def _only(specs: Tree, axes: Axes) -> Tree:
+        return jax.tree.map(lambda spec: only_axes(spec, axes), specs)
+
+
+def mark_varying(values: Tree, batch: Tree) -> Tree:
+    """Marks `values` as varying over every axis over which the batch varies."""
+    # The transpose of a cast to varying is an all-reduce. Done here, outside the differentiated function, it is never
+    # transposed. Without it, jax would insert the cast, and autodiff the all-reduce, at each use of a value.
+    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)
+
+
+T = TypeVar("T")
+AddsUp = Callable[[ParamSpec], bool]
+"""Whether the backward pass adds a gradient to its accumulator layer by layer, so that no full copy of it exists."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parameter", "accumulator"], meta_fields=[])
+@dataclass(frozen=True)
+class AccumulateInto:
+    """A stack's parameter whose gradient is `accumulator` plus this microbatch's gradient."""
+
+    parameter: Any
+    """An array, or one of the above."""
+    accumulator: Any
+    """The sum of earlier microbatches' gradients, float32."""
+
+
+def zeros_like_shards(shards: Tree) -> Tree:
+    """Builds float32 accumulators in the shapes of `shards`."""
+    # They are a loop's carry, whose type says over which axes it varies: those of the gradients that are added.
+    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), shards)
+
+
+def with_accumulators(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp) -> Tree:
+    """Wraps parameters in `AccumulateInto` where `adds_up`: their gradients come out added to `sums`."""
+
+    def one(record: ParamSpec, leaf: Any, accumulator: Array) -> Any:
+        if not adds_up(record):
+            return leaf
+        return AccumulateInto(leaf, jnp.zeros_like(accumulator) if record.grad_reduction.is_maximum else accumulator)
+
+    return jax.tree.map(one, records, wrapped, sums)
+
+
+def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -> Tree:
+    """Adds a microbatch's gradients, by parameters of `with_accumulators`, to the same float32 `sums`."""
+
+    def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
+        """Adds a parameter's gradient to its sum, unless the backward pass has added it."""
+        if adds_up(record) and not record.grad_reduction.is_maximum:
+            return gradient
+        # In float32: sums of many microbatches in bfloat16 would lose the small ones.
+        add = jnp.maximum if record.grad_reduction.is_maximum else jnp.add
+        return jax.tree.map(lambda a, g: add(a, g.astype(jnp.float32)), accumulator, gradient)
+
+    return jax.tree.map(one, records, sums, gradients)
+
+
+# --- in loops over layers
+
+
+def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
+    """Separates a stack's parameters from their gradient accumulators.
+
+    Args:
+      layers: parameters, [layers, ...]; some are `AccumulateInto`.
+
+    Returns:
+      The parameters, and the accumulators in their order; None where there are none.
+    """
+    # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
+    is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
+    sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
+    plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
+    return plain, sums or None
+
+
+def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
+    """Returns both unchanged; in the backward pass, adds the layer's gradients to the cotangents of `stack`.
+
+    Args:
+      layer: parameters of one layer.
+      stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
+      index: the layer's position in the stack.
+    """
+    # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
+    shards, tree = jax.tree.flatten(differentiable_shards(layer))
+    shards, stack = _tie(shards, stack, index)
+    return with_shards(layer, jax.tree.unflatten(tree, shards)), stack
+
+
+@jax.custom_vjp
+def _tie(shards: list[Array], stack: list[Array], index: Array) -> tuple[list[Array], list[Array]]:
+    return shards, stack
+
+
+def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple[Any, Array]:
+    return (shards, stack), index
+
+
+def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+    """Adds the layer's gradients [...] to the accumulators [layers, ...] at `index`."""
+    of_layer, sums = gradients
+    return None, [add_to_layer(total, grad, index) for total, grad in zip(sums, of_layer, strict=True)], None
+
+
+_tie.defvjp(_tie_forward, _tie_backward)
+
+
+def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
+    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` is from 0."""
+    # XLA: one kernel reads and writes the layer only if both have the same index, without arithmetic for indices below
+    # 0, and if the layer is not reshaped between; else the layer is copied before.
+    before = lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(stack, before + value[None], index, 0, allow_negative_indices=False)
+
+
+@jax.custom_vjp
+def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
+    """Returns `x`, the hidden states behind the last layer; in the backward pass, the cotangents of `stack`, which the
+    loop carried unchanged and nothing else reads, begin as `sums`, float32 in its shapes, instead of zeros."""
+    return x
+
+
+def _seed_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
+    return x, sums
+
+
+def _seed_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
+    return None, gradient, sums
+
+
+seed_cotangents.defvjp(_seed_forward, _seed_backward)
+
+
 Sums = dict[str, Array]
 """By name: weighted sums of losses, float32 scalars; and counters such as the tokens of each expert, float32 arrays."""
 

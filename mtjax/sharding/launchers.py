@@ -61,6 +61,7 @@ def find_launch(parallel: Parallel, environment: Mapping[str, str] = os.environ)
     around = [found for found in (_open_mpi(environment), _slurm(environment), _mpi(environment)) if found]
     for outer in around[1:]:
         _check_agreement(around[0], outer, nested=True)
+    # Kubernetes last: a job's pod may run mpirun inside.
     launcher = around[0] if around else _kubernetes(environment)
     torch = _torchrun(environment, launcher)
     jax = _jax_variables(environment, torch or launcher)
@@ -86,6 +87,7 @@ def _check_agreement(inner: Launch | None, outer: Launch | None, *, nested: bool
     """
     if inner is None or outer is None or inner is outer or -1 in (inner.count, outer.count):
         return
+    # Slurm may have started one torchrun on each node, which started a process for each GPU.
     if inner.count != outer.count and not (nested and inner.count % outer.count == 0):
         raise UserError(
             f"by {inner.source} the run has {inner.count} processes, and by {outer.source} {outer.count}: "

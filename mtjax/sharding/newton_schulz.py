@@ -67,6 +67,7 @@ def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tupl
     stacked = len(matrices.stacked)
     x = shard.reshape(-1, *shard.shape[stacked:])
     count = x.shape[0]
+    # Each exchange divides the matrices by its ranks, so that their number must be a multiple of all.
     ranks = math.prod(lax.axis_size(axes) for _, axes in exchanges)
     missing = -count % ranks  # zeros, which stay zeros
     x = jnp.pad(x, [(0, missing), *((0, 0) for _ in x.shape[1:])]) if missing else x
@@ -83,6 +84,7 @@ def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tupl
 def newton_schulz(x: Array) -> Array:
     """Orthogonalizes matrices [matrices, rows, columns], a few at a time."""
     at_once = max(1, ELEMENTS_AT_A_TIME // (x.shape[1] * x.shape[2]))
+    # Groups of one size, as `lax.map` compiles one program.
     size = max(n for n in range(1, min(at_once, x.shape[0]) + 1) if x.shape[0] % n == 0)
     if size == x.shape[0]:
         return _iterate(x)
@@ -93,7 +95,10 @@ def newton_schulz(x: Array) -> Array:
 def _iterate(x: Array) -> Array:
     """Runs the iterations on matrices [matrices, rows, columns]."""
     is_tall = x.shape[1] > x.shape[2]
+    # The smaller of the two Gram matrices.
     x = x.mT if is_tall else x
+    # The Frobenius norm is at least the largest singular value: those of the quotient are at most 1, where the
+    # iteration converges.
     norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum((1, 2), keepdims=True))
     x = (x / (norm + EPSILON)).astype(x.dtype)
     a, b, c = COEFFICIENTS

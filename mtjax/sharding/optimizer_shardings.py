@@ -25,6 +25,7 @@ def shardings_by_name(state: Tree, records: Tree, states: OptimizerStates, mesh:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         """Finds the parameter by the end of a leaf's path; leaves of no parameter are replicated."""
         words = dotted(path).split(".")
+        # From the longest end: a parameter's name may be the end of another's.
         for first in range(1, len(words)):
             record = named.get(".".join(words[first:]))
             if record is not None:

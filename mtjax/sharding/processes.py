@@ -51,6 +51,7 @@ def start_processes(parallel: Parallel, environment: Mapping[str, str] = os.envi
     coordinator, count, process, devices = _resolve(launch, devices)
     host, port = parse_address(coordinator, "--coordinator" if parallel.coordinator else launch.source)
     if process == 0:
+        # Before jax tries: its service would end the process with a C++ stack.
         _check_port(environment.get(BIND_ADDRESS) or f"[::]:{port}", coordinator)
     _await_name(host, coordinator, NAME_TIMEOUT if process == 0 else START_TIMEOUT)
     _initialize(

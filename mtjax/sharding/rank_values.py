@@ -19,6 +19,7 @@ def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callabl
       otherwise: the other branch.
       *arguments: of both.
     """
+    # The scope by which `mtjax inspect` recognizes branches of stages.
     with jax.named_scope("stages"):
         return lax.cond(holds, then, otherwise, *arguments)
 

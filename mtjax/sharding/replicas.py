@@ -48,6 +48,7 @@ def holders(array: Any) -> list[list[int]]:
     sharding = array.sharding
     indices = sharding.devices_indices_map(array.shape)
     shards: dict[str, list[int]] = {}
+    # In the order of the mesh, as `map_shards` returns its rows.
     for position, device in enumerate(sharding.mesh.devices.flat):
         shards.setdefault(str(indices[device]), []).append(position)
     return list(shards.values())

@@ -43,6 +43,7 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
     for device, index in stacked.devices_indices_map((replicas, *array.shape)).items():
         if device.process_index in processes:
             key, replica = str(index[1:]), index[0].start or 0
+            # All processes compute the same table, so exactly one contributes each shard.
             owners[key] = min(replica, owners.get(key, replica))
 
     def bits(index: Any) -> np.ndarray:

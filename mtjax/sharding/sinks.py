@@ -20,6 +20,8 @@ def with_sinks(
     Returns:
       Output and log-sums with the sinks.
     """
+    # The statistics that the backward pass reads include the sink, so that its probabilities are those of the forward
+    # pass.
     sums = jnp.logaddexp(log_sums, sinks)
     return (output * jnp.exp(log_sums - sums)[..., None]).astype(output.dtype), sums
 

@@ -25,6 +25,7 @@ class NoGrad(WrappedParam):
 
     parameter: Any
     """An array, or a `ShardedParam`."""
+    # Nothing to differentiate by: `differentiable_shards` has None here, so that no gradient and no accumulator exists.
     shard = None
 
     def used(self) -> Any:

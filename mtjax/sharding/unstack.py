@@ -16,8 +16,7 @@ from jax import lax
 
 from mtjax.config.adapters import PARTS
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.grad_accumulation import zeros_like_shards
-from mtjax.sharding.gradients import Accumulate, LossModel, Sums
+from mtjax.sharding.gradients import Accumulate, LossModel, Sums, zeros_like_shards
 from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, differentiable_shards, gather, materialize
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.trainable import NoGrad

@@ -54,6 +54,7 @@ def _weighted(
     weights: Array,
 ) -> Array:
     """Computes the weighted sum of the losses of `hidden` [batch, act_seq, embed], a scalar."""
+    # Without a gradient, logits are computed once in any case.
     return (vocab_parallel_cross_entropy(hidden, table, labels, options, bias) * weights).sum()
 
 
@@ -78,6 +79,7 @@ def _weighted_forward(
             """Adds a chunk to the gradients of table and bias; returns its losses [C] and their gradient [C, H]."""
             hidden_CH, labels_C, weights_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
+            # No collective: this rank has all columns.
             log_z_C = jax.nn.logsumexp(logits_CV, axis=-1)
             target_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=1)[:, 0]
             loss_C = log_z_C - (1 - options.label_smoothing) * target_C + options.z_loss * log_z_C**2

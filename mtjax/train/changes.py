@@ -19,7 +19,7 @@ from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 
 ORDER, DATA, NEIGHBOURS = "order", "data", "neighbours"
 KINDS = (ORDER, DATA, NEIGHBOURS)
@@ -106,6 +106,8 @@ def position_of(
     }
     changed = [kind for kind, why in reasons.items() if why]
     if not changed:
+        # The recorded order, not a new one of `total` samples: an order depends on its length, and a longer run would
+        # shuffle what is read already.
         return DataPosition(past.order.extended(total), tuple(texts))
     if missing := [kind for kind in changed if kind not in allowed]:
         listed = "; ".join(reason for kind in missing for reason in reasons[kind])
@@ -114,6 +116,8 @@ def position_of(
             f"{listed}. Resume with the earlier values, or begin a new order after sample {past.consumed_samples:,}, "
             f"which may repeat text that was read before: --allow-changed {','.join(changed)}"
         )
+    # A new order begins where the old one was left: samples keep their numbers in the run, from which dropout's keys
+    # follow.
     return DataPosition(SampleOrder(past.consumed_samples, (total,)), tuple(texts))
 
 
@@ -134,6 +138,7 @@ def check_trained(past: Past, config: Config) -> None:
 def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:
     """Describes how the training text differs from what the run has read; empty if that was not recorded."""
     if past.record is None:
+        # Checkpoints of earlier versions did not record the text.
         then, now = past.config.data.split, config.data.split
         return [f"split was {then} and is {now}"] if then != now else []
     before = past.record.position.texts
@@ -154,6 +159,7 @@ def neighbours_of(past: Past | None, config: Config, allowed: Collection[str]) -
       UserError: under the prefix that it has read there are others now, and this change was not allowed; or a file is
         missing or damaged.
     """
+    # Under another prefix it is a change of the setting, which the table shows.
     if past is not None and config.data.neighbours == past.config.data.neighbours and NEIGHBOURS not in allowed:
         for then, now in _changed_neighbours(past, config):
             raise UserError(
@@ -209,6 +215,7 @@ def check_learning_rate(past: Past, config: Config, now: Config) -> None:
     steps, peak = config.training.steps, config.optimizer.learning_rate
     if past.step >= steps or peak == 0:
         return
+    # First, middle and last: a schedule that is 0 at all of them is 0 between.
     if not any(_rate(now, step) for step in (past.step, (past.step + steps) // 2, steps - 1)):
         raise UserError(
             f"the learning rate is 0 in all steps from {past.step + 1} to {steps}, so they would not train the model: "
@@ -262,6 +269,7 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
     ]
     if past.record is not None:
         for before, text in zip(past.record.position.texts, position.texts, strict=False):
+            # A text may have grown under one name.
             if before.content != text.content:
                 then, here = (f"{one.documents:,} documents" for one in (before, text))
                 rows.append(Change(f"text {shortened(text.name)}", then, here, _new_order(position)))
@@ -281,6 +289,7 @@ def _dropout_bits(past: Past, config: Config) -> list[Change]:
 
 
 def _same(name: str, then: Any, now: Any) -> bool:
+    # "2x4" and "data=2,model=4" are one mesh.
     if name == "mesh":
         return parse_mesh(then) == parse_mesh(now)
     return then == now
@@ -335,6 +344,7 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
     hint = "follows from the settings above"
     if not is_same_decay and past.horizon.decay_steps and past.horizon.decay_steps > config.optimizer.warmup_steps:
         hint = f"--decay-steps {past.horizon.decay_steps} keeps the earlier decay"
+    # As printed: differences that the log would not show are none.
     if rate_of(then, past.step) != rate_of(now, past.step):
         rows.append(
             Change(f"learning rate, step {past.step + 1}", rate_of(then, past.step), rate_of(now, past.step), hint)

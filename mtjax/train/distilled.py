@@ -19,8 +19,7 @@ from mtjax.families.gpt.distilled import DistilledTrunkPipeline
 from mtjax.layout.layouts import Layout
 from mtjax.models.sharded_model import Batch
 from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
-from mtjax.sharding import placement
-from mtjax.sharding.param_specs import param_specs, partition_specs
+from mtjax.sharding.param_specs import of_dimensions, param_specs, partition_specs, shardings, with_sharding
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
@@ -46,9 +45,10 @@ class Distilled(TrainStep):
             self._tables[TEACHER_TABLE] = jax.ShapeDtypeStruct((padded_vocab_size(config.model), width), dtype)
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
         dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
+        # The teacher's table has a record, so that ZeRO gathers it as it does the student's; it is not trainable.
         records = param_specs(names, shapes, self.layout, self.mesh_shape, *dtypes, lambda name: False)
         self._region = dataclasses.replace(self.step_region, records={**self.step_region.records, **records})
-        self._table_shardings = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
+        self._table_shardings = shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
         """Returns the abstract batch of data, the teacher's outputs for it, and the teacher's output table."""
@@ -59,9 +59,9 @@ class Distilled(TrainStep):
             outputs, kind = (model.sequence_length, table.shape[1]), table.dtype
         batch = self.abstract_batch(global_batch_size)
         array = jax.ShapeDtypeStruct((batch["sample_index"].shape[0], *outputs), kind)
-        sharding = placement.of_dimensions(self.batch_sharding, array.ndim)
-        tables = placement.with_sharding(self._tables, self._table_shardings)
-        return {**batch, TEACHER: placement.with_sharding(array, sharding), **tables}
+        sharding = of_dimensions(self.batch_sharding, array.ndim)
+        tables = with_sharding(self._tables, self._table_shardings)
+        return {**batch, TEACHER: with_sharding(array, sharding), **tables}
 
     def loss_weights(self, batch: Batch) -> dict[str, Array]:
         """Returns the weights of the values of both losses: 1 - teacher_weight of the labels', teacher_weight of the
@@ -82,6 +82,7 @@ class Distilled(TrainStep):
         # What routers report has the weights of their settings.
         routed = {name: value for name, value in parts.items() if name not in shares}
         of_tokens = {"loss": parts[HARD] + parts[SOFT]} if routed else {}
+        # A share of 0 has no loss to report.
         unweighted = {name: parts[name] / share for name, share in shares.items() if share}
         return loss, {**of_tokens, **unweighted, **routed}, gradients
 

@@ -27,6 +27,7 @@ class FirstScales:
 
         assert isinstance(self._program, Float8Step)
         state, done = self._program.with_first_scales(state, batch)
+        # "" are gradients that are not finite: the next batch may give scales.
         self._is_due = done == ""
         if done:
             self._say(f"note    {done}")

@@ -47,6 +47,7 @@ class Float8Step(TrainStep):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
         if device.platform != "cpu":
+            # Compile-only devices may not say theirs: 9.0, as the planner assumes.
             capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
             check_float8_gpu(config.training.fp8, device.device_kind, capability)
         super().__init__(config, mesh, layout)
@@ -109,7 +110,9 @@ class Float8Step(TrainStep):
             states = next_states(known, counts, history, forgets=~is_update)
             moved = self._with_weight_scales(dataclasses.replace(after, parameters=merge(after.parameters, states)))
             keep = metrics["skipped"] == 0
+            # Counts of gradients that are not finite say nothing about scales.
             parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved.parameters, after.parameters)
+        # A step that only finds scales was given the number inverted, and gives it back.
         step = jnp.where(is_update, after.step, ~state.step)
         return dataclasses.replace(after, step=step, parameters=parameters), metrics
 
@@ -133,6 +136,7 @@ class Float8Step(TrainStep):
             return state, None
         most = self.config.model.num_layers + EXTRA_PASSES
         for passes in range(1, most + 1):
+            # By the program of a step, so that no second one is compiled.
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
             _, after = self._scales_of(state)
             if float(metrics["skipped"]):

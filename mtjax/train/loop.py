@@ -257,6 +257,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)
             batch = add_teacher_targets(batch) if add_teacher_targets else batch
+            # Before the step, which donates the state.
             check_replicas(run, step, state, batch, clock)
             state = prepared(state, batch, step)
             clock.begin(step)
@@ -274,8 +275,10 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 entry |= validate_and_evaluate(run, state, step, clock)
                 log_entry(run, entry, compiled=step == start.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
+            # Its queue holds results on the devices.
             elif run.nonfinite_steps.is_full:
                 check_steps(run, state)
+            # All processes stop after the same step, whichever of them received the signal.
             signal_name = stop.at(step)
             if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 jax.block_until_ready(results)  # so that the time of the save does not include the steps in flight
@@ -305,11 +308,11 @@ def check_replicas(run: Run, step: int, state: State, batch: dict[str, jax.Array
 
 def step_metrics(step: int, results: dict[str, Any], clock: StepClock, dense: Sequence[int]) -> dict[str, Any]:
     """Returns the metrics of a step; layers with indices `dense` have no experts."""
+    # After `device_get` of the results: the steps since the last lap are done.
     seconds = clock.lap(step)
     scalars = {name: float(value) for name, value in results.items() if name not in ("first_bad", *COUNTS)}
     load = load_entries(results[LOAD], results.get(LOST), dense) if LOAD in results else {}
-    entry = {"step": step} | scalars | load
-    return entry | {"step_time": seconds, "tokens_per_second": entry["tokens"] / seconds}
+    return {"step": step} | scalars | load | {"step_time": seconds, "tokens_per_second": scalars["tokens"] / seconds}
 
 
 def check_steps(run: Run, state: State) -> None:
@@ -324,11 +327,8 @@ def check_steps(run: Run, state: State) -> None:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
     nonfinite_parameter = bad_parameter(run.program, state.weights)
-    checkpoint = (
-        "there is no checkpoint yet"
-        if saved is None
-        else f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
-    )
+    last_good = f"the last good checkpoint is {run.checkpoints.folder / str(saved)}"
+    checkpoint = "there is no checkpoint yet" if saved is None else last_good
     raise UserError(
         f"{len(in_a_row)} steps in a row were skipped, from step {in_a_row[0].step} on: {in_a_row[0]}; "
         + (f"the parameter {nonfinite_parameter} itself is not finite; " if nonfinite_parameter else "")

@@ -47,7 +47,8 @@ def update(state: LossScale, finite: Array, options: Training) -> LossScale:
     overflowed = LossScale(jnp.where(remaining <= 0, smaller, state.scale), jnp.zeros_like(state.growth), remaining)
     # No overflow: after `loss_scale_window` such steps in a row the scale doubles, and the hysteresis is reset.
     growth = state.growth + 1
-    grows = growth == options.loss_scale_window
+    # Not only where they are equal: a resumed run may have a shorter window, which the counter has passed.
+    grows = growth >= options.loss_scale_window
     good = LossScale(
         jnp.where(grows, state.scale * GROWTH, state.scale),
         jnp.where(grows, 0, growth),

@@ -65,6 +65,7 @@ class RunData:
         target.parent.mkdir(exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp")
         temporary.write_bytes(self.files[name])
+        # Renamed when it is complete, so that a run that is killed leaves no half of a tokenizer.
         temporary.replace(target)
 
 
@@ -287,6 +288,7 @@ class Pretraining:
         if foreign is not None and config.data.tokenizer is None and foreign.tokenizer is not None:
             config = configs.replace(config, tokenizer=foreign.tokenizer)
         found = find_tokenizer(config, folder if config.output.resume else None, weights)
+        # The run's own files win over those beside the weights.
         if foreign is not None and not found.is_saved:
             found = replace(found, files={**foreign.files, **found.files})
         say_notes(found.notes)
@@ -326,6 +328,7 @@ class Pretraining:
             for _ in range(config.output.valid_batches):
                 sums = program.evaluation(parameters, next_batch(program, batches, size))
                 totals = {n: (s + totals[n][0], w + totals[n][1]) if totals else (s, w) for n, (s, w) in sums.items()}
+        # Sums over all batches, divided once: a mean of the batches' means would weigh tokens of short batches more.
         means = {f"valid_{name}": float(s) / max(float(w), 1.0) for name, (s, w) in totals.items()}
         return means | {"valid_loss": sum(means.values())}
 
@@ -338,6 +341,7 @@ class Pretraining:
         if self.continue_text is None or not continues_text(program.config):
             return ""
         text = self.continue_text(program, state.weights, tokenizer, program.config.output.prompt)
+        # A small model may produce control characters, which would act on the terminal.
         printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
         without_gaps = re.sub(r"\n\s*\n", "\n", printable)  # blank lines would take most of the summary
         return f"sample  {textwrap.indent(without_gaps, ' ' * 8).strip()}\n"
@@ -375,5 +379,6 @@ def resolve(config: Config, tokenizer: Tokenizer, folder: Path, past: Past | Non
     size = config.model.vocab_size or needed
     if size < needed:
         raise UserError(f"vocab_size {size} is below the {needed} tokens of the tokenizer; raise it, or remove it")
+    # From the samples that are left: batches before this start may have had other sizes.
     steps = data.train_steps(config.training, *position_in(past))
     return configs.replace(config, vocab_size=size, steps=steps, out=folder)

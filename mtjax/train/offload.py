@@ -76,6 +76,7 @@ class OffloadedStep(TrainStep):
         def initial(key: Array, parameters: Tree = None) -> State:
             return _state_without_moments(self._initial(key, parameters))
 
+        # Parameters are drawn on the device, and sent to the host afterwards.
         there = replace(_state_without_moments(self.state_sharding), parameters=self.parameter_sharding)
         return jax.jit(initial, donate_argnums=1, out_shardings=there)
 
@@ -137,6 +138,7 @@ def zero_moments(optimizer: Tree, abstract: Tree) -> Tree:
     like = adam_of(abstract)
 
     def zeros(a: Any) -> Array:
+        # Made by shards in the host: a program that returns zeros would make them on the device first.
         def shard(index: Any) -> np.ndarray:
             return np.zeros(a.sharding.shard_shape(a.shape), a.dtype)
 
@@ -157,6 +159,7 @@ def narrow_copies(records: Tree, parameters: Tree) -> Tree:
     every = jax.tree.leaves(records)
     cast = lambda a, record: on_device(a).astype(record.dtype)  # noqa: E731
     new: list[Any] = [None if r.is_stacked else cast(a, r) for a, r in zip(leaves, every, strict=True)]
+    # XLA: in a loop, one layer at a time: it would start all copies at once, and hold float32 parameters in full.
     for ranks, members in stacks_by_ranks(every, leaves).items():
         stacks = [ranks.divided(leaves[i]) for i in members]
         records_of = [every[i] for i in members]

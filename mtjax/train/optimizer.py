@@ -1,18 +1,85 @@
-"""The optimizer of the paper (section 4.2): AdamW with gradient clipping, and weight decay of matrices and tables
-only."""
+"""The optimizer of the paper (section 4.2): AdamW with gradient clipping, its learning rate, and the search for NaNs.
 
+Learning rates are as in Megatron's `OptimizerParamScheduler`, which counts samples; each step has the same number of
+samples, so ratios of samples equal ratios of steps. Update k, counted from 0, uses the value at k.
+
+Devices find the first tensor of loss and gradients that is not finite before a step changes anything, and all of them
+skip the step; the host reports it when it logs (`mtjax.train.skipped_steps`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import Array
 
-from mtjax.config import Config
-from mtjax.layout.layouts import is_decayed
+from mtjax.config import Config, Optimizer
+from mtjax.config.layer_pattern import KIND_OF
+from mtjax.layout.layouts import LAYERS, is_decayed
 from mtjax.layout.optimizer_states import optimizer_states
+from mtjax.layout.stacks import DENSE, STACK
 from mtjax.layout.stages import PLAIN, Orders
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.sharding.axes import shard_like_rows
+from mtjax.sharding.param_specs import min_and_sum_over_shards
+
+Ratio = jax.Array
+"""Fraction of a phase that is over, 0 to 1."""
+
+
+def _linear(ratio: Ratio) -> jax.Array:
+    return 1.0 - ratio
+
+
+def _cosine(ratio: Ratio) -> jax.Array:
+    return (1.0 + jnp.cos(jnp.pi * ratio)) / 2
+
+
+DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
+    "constant": jnp.ones_like,
+    "linear": _linear,
+    "cosine": _cosine,
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
+}
+"""Shape of a decay from 1 to 0, as a function of the fraction of its steps that is over."""
+
+
+def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
+    """Builds the learning rate schedule, a function of the step, counted from 0.
+
+    Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
+    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the minimum. In a
+    run that is no longer than its warmup, the rate rises to the end.
+    """
+    peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
+    last = max(options.decay_steps or steps, warmup + 1)
+    decayed = _decayed(options, last)
+
+    # Each phase is computed for every k and selected with `where`, since k is traced.
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        k = jnp.asarray(step, jnp.float32)
+        ended = peak if options.decay_style == "constant" else options.min_learning_rate
+        after = jnp.where(k > last, ended, decayed(k))
+        return jnp.where(k <= warmup, initial + (peak - initial) * k / warmup, after) if warmup else after
+
+    return rate
+
+
+def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
+    """Builds the schedule between the end of the warmup and step `last`."""
+    peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
+    if options.decay_style == "inverse-square-root":
+        return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)  # peak x sqrt(warmup / k)
+    first, style = warmup, options.decay_style
+    if options.decay_style == "WSD":
+        assert options.wsd_decay_steps is not None  # the config is checked
+        first, style = last - options.wsd_decay_steps, options.wsd_decay_style
+    return lambda k: floor + (peak - floor) * DECAYS[style](jnp.clip((k - first) / (last - first), 0, 1))
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
@@ -63,3 +130,114 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda gradient: gradient * factor, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.identity().init, update)
+
+
+Tree = Any
+
+Numbers = Callable[[str], Sequence[int]]
+"""Maps the dotted name of a stacked array to the indices of its layers."""
+
+GOOD = -1
+"""Value of `first_bad` if everything is finite."""
+
+
+@dataclass(frozen=True)
+class CheckedTensor:
+    """A parameter, or one layer of a stacked one."""
+
+    name: str
+    """Dotted name."""
+    layer: int | None = None
+    """Layer index, from 0."""
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
+
+
+def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
+    """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
+    first, _, count = _search(values, records, numbers_of)
+    return _chosen(first, count, scalar)
+
+
+def norm_and_first_bad(
+    scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False
+) -> tuple[Array, Array]:
+    """Returns the norm of all values, float32, and the index of the first tensor that is not finite, int32, in the
+    order of the backward pass (`skipped_steps.tensors`), from one pass over the values; both are replicated.
+
+    A tensor counts as finite if the sum of squares of each device's shard is finite.
+
+    Args:
+      scalar: has to be finite, too, and so has the norm. If only they are not, the index is the number of tensors.
+      values: gradients or parameters, with any sharding.
+      records: of every parameter.
+      numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
+      unrolled: whether stacked matrices have just been concatenated from those of the layers.
+
+    Returns:
+      The norm; and the index, `GOOD` when everything is finite.
+    """
+    first, norm, count = _search(values, records, numbers_of, unrolled)
+    return norm, _chosen(first, count, scalar + norm)
+
+
+def _search(values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False) -> tuple[Array, Array, int]:
+    """Returns the index of the first tensor that is not finite, or their number; the norm; their number."""
+    in_tree_order = tensors_in_tree_order(records, numbers_of)
+    leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
+    counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
+    indices = np.split(np.argsort(backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
+    # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
+    spread = [shard_like_rows(p, a) if k.is_stacked else p for p, a, k in zip(indices, leaves, kinds, strict=True)]
+
+    def of_shards(parts: tuple[list[Array], list[Array]]) -> tuple[Array, list[Array]]:
+        firsts, sums = [], []
+        for a, index, kind in zip(*parts, kinds, strict=True):
+            squares = _squares_of_layers(a, unrolled and kind.is_matrix) if kind.is_stacked else jnp.square(a).sum()
+            firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), index))
+            sums.append(squares.sum())
+        return jnp.concatenate(firsts).min(), sums
+
+    first, total = min_and_sum_over_shards(of_shards, (leaves, spread))
+    return first, jnp.sqrt(total), len(in_tree_order)
+
+
+def _chosen(first: Array, count: int, scalar: Array) -> Array:
+    return jnp.where((first == count) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
+
+
+def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
+    """Returns the sum of squares of each layer, [layers]."""
+    if not concatenated:
+        return jnp.square(stack).sum(axis=tuple(range(1, stack.ndim)))
+    # XLA: a slice of a concatenation is its operand; a sum over all of it takes 4 to 7 times as long as reading it.
+    return jnp.stack([jnp.square(stack[i]).sum() for i in range(stack.shape[0])])
+
+
+def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[CheckedTensor]:
+    """Lists the tensors of a model in the order of its parameters."""
+    named: list[CheckedTensor] = []
+    for record in jax.tree.leaves(records):
+        layers: Sequence[int | None] = [None]
+        if record.is_stacked:  # with pipeline stages there may be padding rows
+            numbers, rows = numbers_of(record.name), range(record.shape[0])
+            layers = numbers if len(numbers) == len(rows) else rows
+        named += [CheckedTensor(record.name, layer) for layer in layers]
+    return named
+
+
+def backwards(in_tree_order: Sequence[CheckedTensor]) -> list[int]:
+    """Returns the indices into `in_tree_order` in the order of the backward pass; a decoder's stack comes before an
+    encoder's."""
+
+    one_section = {STACK, DENSE, *KIND_OF.values()}
+
+    def key(index: int) -> tuple[bool, str, int, int]:
+        tensor = in_tree_order[index]
+        if tensor.layer is None:
+            return True, "", 0, index
+        stack = tensor.name.partition(f".{LAYERS}.")[0]
+        return False, "" if stack in one_section else stack, -tensor.layer, index
+
+    return sorted(range(len(in_tree_order)), key=key)

@@ -18,7 +18,7 @@ from mtjax.layout.optimizer_states import factored_dimensions, matrices_of, opti
 from mtjax.layout.stages import Orders, order_of
 from mtjax.sharding.newton_schulz import orthogonalize
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.rounding import round_stochastically, rows_of
 
 Tree = Any
@@ -116,6 +116,7 @@ def _factored(
         own = second - (second > largest)  # the second dimension, in an array without the largest
         row_factor = (rows / rows.mean(own, keepdims=True)) ** -0.5
         update = gradient * jnp.expand_dims(row_factor, largest) * jnp.expand_dims(columns**-0.5, second)
+    # Each layer is clipped by itself, as if it were no stack.
     of_layer = tuple(range(int(record.axes[:1] == (LAYERS,)), gradient.ndim))
     rms = jnp.sqrt(jnp.square(update).mean(of_layer, keepdims=True))
     return update / jnp.maximum(1.0, rms / CLIPPED_RMS), rows, columns, full
@@ -152,6 +153,7 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
             return mu / (1 - options.beta1**count) / (jnp.sqrt(unbiased) + options.epsilon), mu, nu
         beta = options.muon_momentum
         mu = _average(g, mu, beta)
+        # Nesterov: the momentum after the next step, with each part's bias corrected by its own number of steps.
         ahead = beta * (mu / (1 - beta ** (count + 1))) + (1 - beta) * (g / (1 - beta**count))
         _, rows, columns = matrices_of(record.axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
         return orthogonalize(ahead, record, dtype) * (CONSISTENT_RMS * max(rows, columns) ** 0.5), mu, nu
@@ -186,6 +188,7 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
         result = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
         if options.adam_nu_dtype == "bfloat16":
             # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
+            # By seed and step, so that a resumed run rounds as an uninterrupted one.
             key = jax.random.fold_in(jax.random.key(config.training.seed), count)
             leaves = [
                 round_stochastically(v, jax.random.fold_in(key, number), record, rows_of(order_of(record.name, orders)))
@@ -227,6 +230,7 @@ def schedule_free(
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, ScheduleFreeState]:
         rate = jnp.asarray(learning_rate(state.count), jnp.float32)
         inner: Any = base.init(params)
+        # Of optax's state only the averages and the counter are kept between steps.
         inner = (inner[0]._replace(count=state.count, nu=state.nu), *inner[1:])
         moved: Any = base.update(updates, inner, training_point(options, params, state))
         steps, after = moved
@@ -235,6 +239,7 @@ def schedule_free(
         max_rate = jnp.maximum(state.max_rate, rate)
         total = state.weight_sum + max_rate**2
         share = jnp.where(total > 0, max_rate**2 / jnp.where(total > 0, total, 1.0), 0.0)
+        # optax adds updates to parameters; here these are the average x.
         result = jax.tree.map(lambda x, a: share * (a - x), params, z)
         return result, ScheduleFreeState(z, after[0].nu, total, max_rate, optax.safe_increment(state.count))
 

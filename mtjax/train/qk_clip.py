@@ -28,7 +28,7 @@ from mtjax.models.largest_scores import (
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.factors import sharded_by_rows, times_factors
-from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.gradients import ManualRegion
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
@@ -43,6 +43,7 @@ class QKClipStep(TrainStep):
     def bind_records(self) -> None:
         """See `ShardedModel.bind_records`: the region of a step has the zeros; states and other readers have none."""
         super().bind_records()
+        # Kept before the zeros are taken out: only a step's gradients have them.
         self._observed = self.region
         trees = self.axes, self.abstract_parameters, self.records
         self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
@@ -119,6 +120,7 @@ def clipped(model: Model, threshold: float, alpha: float, weights: Tree, largest
 
 
 def _factors(scores: Array, threshold: float) -> Array:
+    # The maximum keeps the branch that is not taken finite.
     return jnp.where(scores > threshold, threshold / jnp.maximum(scores, threshold), 1.0)
 
 

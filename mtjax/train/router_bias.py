@@ -29,6 +29,7 @@ def update_router_bias(records: Tree, parameters: Tree, load: Array, rate: float
         if not record.name.endswith(ROUTER_BIAS):
             return value
         if number := prediction_number(record.name):
+            # From the end: the last `predictors` rows, in the order of the predictions.
             return value + reshard(rate * below[number - 1 - predictors], record.storage_spec)
         order, of_stack = order_of(record.name, orders), below[: len(below) - predictors] if predictors else below
         signs = of_stack if order is None else to_stacked_order(of_stack, order)

@@ -28,7 +28,7 @@ from mtjax.models.named_parameters import replicated_names
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
-from mtjax.runtime.checkpoints.remote import RemoteCheckpoints
+from mtjax.runtime.checkpoints.remote import RemoteCheckpoints, remove_later
 from mtjax.runtime.checkpoints.saves import Saves
 from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.runtime.devices import attach_devices, use_cpu_devices
@@ -117,6 +117,7 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     """
     if config.parallel.mesh != AUTO or choose is None:
         return config
+    # Before the first call that attaches devices, after which their number is fixed.
     use_cpu_devices(1)
     devices = jax.devices()
     return configs.replace(config, mesh=str(choose(config, len(devices), devices[0].device_kind)))
@@ -146,6 +147,7 @@ def prepare_environment(config: Config, name: str, peers: Peers, objective: Obje
     url = url_of(out)
     remote = RemoteFolder(url, Cache.of(config.data).root) if url else None
     folder = remote.work if remote else out
+    # Before anything is written: weights that do not exist are an error without a folder.
     weights = objective.initial_weights(config)
     return RunEnvironment(
         mesh_shape, mesh, batch_schedule, folder, out, remote, weights, jax.process_index() == 0, peers
@@ -177,6 +179,7 @@ def prepare(
     times.begin(TEXT)
     try:
         resolved, run_data = objective.load_data(config, environment.out, past, allowed)
+    # Relative paths of the data are resolved in the folder in which the run was started.
     except UserError as e:
         if past is None or past.record is None or past.record.started_in == str(Path.cwd()):
             raise
@@ -204,6 +207,7 @@ def check_memory(program: TrainStep) -> None:
     leaves = jax.tree.leaves(program.abstract_state)
     bytes_per_device = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
     if devices[0].platform == "cpu":
+        # Virtual devices share the machine's memory.
         sharing_devices, memory = len(devices), machine_memory()
     else:
         sharing_devices, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
@@ -310,10 +314,14 @@ def open_checkpoints(environment: RunEnvironment, output: Output) -> Checkpoints
 def open_best(environment: RunEnvironment, step: int) -> Checkpoints:
     """Opens the best checkpoint of a run that is resumed at `step`; removes one of a later step, which will be trained
     again."""
-    if environment.is_first_process and environment.remote is None:
+    # `keep_last=1` keeps the one of the latest step, not the last one that was saved.
+    if environment.is_first_process and environment.remote is not None:
+        remove_later(environment.out / BEST, step)
+    elif environment.is_first_process:
         later = [p for p in (environment.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
         for path in later:
             shutil.rmtree(path, ignore_errors=True)
+    # A barrier: no process may open the folder while the first one removes from it.
     all_gather_text("the best checkpoint", "")
     return _checkpoints(environment, BEST, keep_last=1)
 
@@ -332,6 +340,7 @@ def open_best_checkpoint(
         return None
     entries = read_metrics(environment.folder / "metrics.jsonl") if environment.is_first_process else []
     history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
+    # The first process's history in all of them: each decides from it when the run ends.
     best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
     checkpoints = open_best(environment, step)
     stack.callback(checkpoints.close)

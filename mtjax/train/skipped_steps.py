@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.nonfinite_steps import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -86,6 +86,7 @@ class NonfiniteSteps:
             elif not self._is_scaling(loss, results.get("loss_scale")):
                 new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
+                # Later steps do not matter: the run ends here.
                 if self.are_too_many:
                     break
         return new

@@ -16,19 +16,22 @@ from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.stages import layer_numbers
+from mtjax.models.language_model import TrunkLosses
 from mtjax.models.sharded_model import Batch, ShardedModel
-from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
-from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_gradients, total_loss
-from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.param_specs import partition_specs, trained
+from mtjax.sharding.gradients import ManualRegion, distributed_gradients, total_loss
+from mtjax.sharding.param_specs import (
+    optimizer_shardings,
+    partition_specs,
+    replicated,
+    shardings,
+    trained,
+    with_sharding,
+)
 from mtjax.sharding.zero import Reduction
-from mtjax.train.learning_rate import make_learning_rate
-from mtjax.train.nonfinite_steps import GOOD, norm_and_first_bad
-from mtjax.train.optimizer import make_optimizer
+from mtjax.train.optimizer import GOOD, make_learning_rate, make_optimizer, norm_and_first_bad
 
 Tree = Any
 
@@ -73,23 +76,23 @@ class TrainStep(ShardedModel):
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
-        everywhere = placement.replicated(self.mesh)
+        everywhere = replicated(self.mesh)
         loss_scale = jax.tree.map(lambda _: everywhere, jax.eval_shape(self.initial_loss_scale))
         return State(everywhere, everywhere, self.parameter_sharding, self.optimizer_sharding(), loss_scale)
 
     def optimizer_sharding(self) -> Tree:
         """Returns the sharding of each array of the optimizer's state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
-        moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
+        moments = shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         like = self.optimized(self.abstract_parameters)
-        return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        return optimizer_shardings(self.optimizer, like, moments, self.mesh)
 
     @cached_property
     def abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state; a checkpoint is restored into it."""
         with jax.set_mesh(self.mesh):
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
-        return placement.with_sharding(state, self.state_sharding)
+        return with_sharding(state, self.state_sharding)
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
         """Initializes the state directly in its sharding, with the same values on every mesh.
@@ -136,7 +139,7 @@ class TrainStep(ShardedModel):
 
     @cached_property
     def _compiled_step(self) -> Any:
-        everywhere = placement.replicated(self.mesh)
+        everywhere = replicated(self.mesh)
         shardings, options = (self.state_sharding, everywhere), self.xla.options
         # The old state's memory becomes the new state's, so that a step never holds both.
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings, compiler_options=options or None)

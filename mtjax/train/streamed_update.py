@@ -133,6 +133,7 @@ class Streamed:
           nu: second moment.
           rows: numbers of the layers, if these are some of a stack's.
         """
+        # For a single parameter: without clipping no update depends on another parameter.
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
         master = p.astype(jnp.float32)
@@ -153,6 +154,7 @@ class Streamed:
 
     def counted(self) -> Tree:
         """Returns the optimizer's state after the step, without moments."""
+        # Counters alone, which are the same for all layers.
         rule: Any = make_optimizer(self.config, [])
         _, state = rule.update([], on_adam(lambda a: a._replace(mu=[], nu=[]), self.others), [])
         return jax.tree.map(partial(jnp.where, self.finite), without_moments(state), self.others)
@@ -172,6 +174,7 @@ def streamed_update(
       norm: of all gradients.
     """
     clip = how.config.optimizer.clip_grad_norm
+    # As `train.optimizer` clips, but by a factor that is known before the loops.
     factor = jnp.minimum(1.0, clip / norm) if clip else 1.0
     unclipped = replace(how.config, optimizer=replace(how.config.optimizer, clip_grad_norm=0.0))
     one = Streamed(unclipped, without_moments(optimizer), factor, finite)
@@ -227,6 +230,7 @@ class _LayerLoop:
         last, first = self.ranks.layers - 1, jnp.asarray(0)
         held = [self._read(stacks[pair[-1]], first) for pair in self.pairs]
         stacks, held = lax.fori_loop(0, last, partial(self._iteration, reads_ahead=True), (stacks, held))
+        # The last layer, outside the loop: nothing is left to read ahead.
         stacks, _ = self._iteration(jnp.asarray(last), (stacks, held), reads_ahead=False)
         return [tuple(map(self.ranks.joined, stack[1:])) for stack in stacks]
 
@@ -288,6 +292,7 @@ class _LayerLoop:
                 written = self.ranks.with_layer(stacks[to][i], jax.device_put(leaving[place], HOST), k)
             if source is not None:
                 read = on_device(self.ranks.layer(stacks[source][i], k + ahead))
+            # XLA: the next copies depend on k, and so begin when this pair has arrived.
             k, written, read, leaving = lax.optimization_barrier((k, written, read, leaving))
             if to is not None:
                 stacks[to] = (*stacks[to][:i], written, *stacks[to][i + 1 :])

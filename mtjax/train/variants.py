@@ -11,11 +11,10 @@ from mtjax.models.prediction import prediction_reports, prediction_weights, with
 from mtjax.models.routers import LOAD, report_weights, with_text_lengths
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
-from mtjax.sharding import placement
 from mtjax.sharding.optimizer_shardings import shardings_by_name
-from mtjax.sharding.param_specs import partition_specs
+from mtjax.sharding.param_specs import partition_specs, shardings, with_sharding
 from mtjax.train.loss_scale import LossScale, initial, update
-from mtjax.train.nonfinite_steps import GOOD
+from mtjax.train.optimizer import GOOD
 from mtjax.train.optimizers import training_point
 from mtjax.train.rounding import round_masters
 from mtjax.train.router_bias import update_router_bias
@@ -38,6 +37,7 @@ class Float16Step(TrainStep):
         after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
         with jax.named_scope("optimizer"):
             scale = update(state.loss_scale, metrics["first_bad"] == GOOD, self.config.training)
+        # The scale of this step, not of the next: by it an overflow is judged.
         return replace(after, loss_scale=scale), {**metrics, "loss_scale": state.loss_scale.scale}
 
 
@@ -47,6 +47,7 @@ class NarrowMastersStep(TrainStep):
     def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`; rounds the parameters stochastically."""
         updated = super().rescaled(updated, parts, state)
+        # Updates, not steps: a skipped step draws no other bits.
         step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
         return round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
 
@@ -92,8 +93,8 @@ class OtherOptimizerStep(TrainStep):
 
     def optimizer_sharding(self) -> Tree:
         """See `TrainStep.optimizer_sharding`."""
-        moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        like = placement.with_sharding(self.optimized(self.abstract_parameters), moments)
+        moments = shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
+        like = with_sharding(self.optimized(self.abstract_parameters), moments)
         with jax.set_mesh(self.mesh):
             abstract = jax.eval_shape(self.optimizer.init, like)
         return shardings_by_name(abstract, self.trainable_records, optimizer_states(self.config), self.mesh)
@@ -104,5 +105,6 @@ class ScheduleFreeStep(TrainStep):
 
     def training_point(self, state: State) -> Tree:
         """See `TrainStep.training_point`."""
+        # The optimizer's chain: clipping, then the rule, a chain of one.
         point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
         return self.with_optimized(state.parameters, point)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from mtjax.config import Optimizer
-from mtjax.train.learning_rate import DECAYS
+from mtjax.train.optimizer import DECAYS
 
 
 def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:

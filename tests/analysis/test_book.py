@@ -11,7 +11,7 @@ from mtjax.analysis.flops import model_flops
 from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
-from mtjax.sharding.placement import is_names
+from mtjax.sharding.param_specs import is_names
 from tests.tiny import LATENT, MODERNBERT, program_of
 
 MODELS = {

@@ -298,6 +298,18 @@ def test_masks_of_scores_take_the_time_of_their_instructions():
     assert with_dropout - without == pytest.approx(by_bytes + machine.drawn(pairs) - machine.passes(pairs))
 
 
+def test_fused_attention_computes_values_that_are_narrower_than_keys_with_their_width():
+    """Of DeepSeek-V3's heads keys have 192 channels and values 128; of a step's seven products three are with values:
+    the output, and the gradients of probabilities and of values."""
+
+    def attention(value: int) -> float:
+        run = config.replace(config.load("deepseek-v3"), mesh="1x1", microbatch_size=1, v_head_dim=value)
+        plan = Plan.of(run, parse_mesh("1x1"), recompute="none", flash_attention=True)
+        return layer_seconds(anatomy_of(run.model).stacks[0], plan, Machine(DGX_H100), MTJAX)[1]
+
+    assert attention(128) / attention(192) == pytest.approx((4 * 192 + 3 * 128) / (7 * 192))
+
+
 def test_attention_in_pallas_computes_nine_matmuls_and_draws_three_masks():
     """Heads of 96 as 128, half of the scores, matmuls at 35% of the peak and then random numbers."""
     machine = Machine(DGX_H100, constants=IDEAL)

@@ -68,6 +68,18 @@ def test_other_scales_are_refused(tmp_path, scales):
         SafetensorsReader(tmp_path)
 
 
+def rotated(location):
+    """A config of compressed-tensors whose weights are rotated at `location`, as llm-compressor's SpinQuant writes."""
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location, "inverse": False}]}
+    transform = {"config_groups": {"R4": scheme}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": transform}
+
+
+def test_weights_that_are_rotated_in_the_files_alone_are_read():
+    config = {"model_type": "llama", "quantization_config": rotated("weight_output")}
+    MODEL_TYPES["llama"].model_settings(config, frozenset(), "config.json")
+
+
 @pytest.mark.parametrize(
     ("kind", "packed", "said"),
     [
@@ -75,6 +87,7 @@ def test_other_scales_are_refused(tmp_path, scales):
         ("gpt2", {"quant_method": "gptq", "bits": 4}, "'gptq', but must have 'fp8'"),
         ("qwen2", {"quant_method": "awq"}, "'awq', but must have 'fp8'"),
         ("llama", {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        ("llama", rotated("input"), "transform_config R4 with location input"),
         ("gpt_oss", {"quant_method": "fp8"}, "'fp8', but must have 'mxfp4'"),
         ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size \\[64, 64\\]"),
         ("deepseek_v3", {"quant_method": "fp8"}, "weight_block_size None"),

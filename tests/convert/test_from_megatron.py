@@ -28,7 +28,8 @@ if [[ "$X" == "3" ]] || [[ -z "$Q" ]]; then
 if [ $X -gt 4 ]; then C=big; elif [[ $X == [23] && -n $X ]]; then C="in between"; else C=small; fi
 [ -z "$FOO" ] && FOO=bar
 [ -n "$FOO" ] || FOO=wrong
-OPT=" --l $((X*2+1)) \
+SUM=2+3
+OPT=" --l $((X*2+1)) --of-a-sum $((SUM*2)) --of-its-text $(($SUM*2)) \
   --m ${Y:-"d e"} "
 OPT="$OPT --z ${1} \$5"
 OPT+=" --last ${#A[@]}"
@@ -407,6 +408,12 @@ SETTINGS = {
         "attention_output_gate": True,
     },
     "--distributed-timeout-minutes 30": {"step_timeout": 1800.0},
+    # Names that Python reads as numbers, of which another text would be written.
+    "--save 2024_01_15 --data-path 007 --data-cache-path 1e5": {
+        "out": "2024_01_15",
+        "data": "007",
+        "cache_dir": "1e5",
+    },
 }
 
 

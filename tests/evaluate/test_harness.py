@@ -132,6 +132,7 @@ def test_windows_are_lm_evals() -> None:
 def test_generation_kwargs() -> None:
     assert sampling_of({"until": "\n", "max_gen_toks": 5, "num_beams": 1}, 3) == (Sampling(5, seed=3), ("\n",))
     assert sampling_of({"do_sample": False, "temperature": 0.7}, 0)[0].temperature == 0
+    assert sampling_of({"max_gen_toks": None, "max_tokens": 7}, 0)[0] == Sampling(7)  # lm-eval skips null
     assert sampling_of({"do_sample": True, "top_p": 0.9, "until": ["a", ""]}, 0) == (
         Sampling(256, 1.0, top_p=0.9),
         ("a",),

@@ -11,8 +11,7 @@ from mtjax.config.families import family_of
 from mtjax.convert.model_types.family import ModelType
 from mtjax.data.samples.family import FamilySamples, samples_of
 from mtjax.families.registry import FAMILIES, load_part
-from mtjax.models.language_model import LanguageModel
-from mtjax.models.trunk import Trunk
+from mtjax.models.language_model import LanguageModel, Trunk
 
 METHODS = {name for protocol in (LanguageModel, Trunk) for name in vars(protocol) if not name.startswith("_")}
 LIGHT = """

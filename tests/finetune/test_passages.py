@@ -19,8 +19,8 @@ from mtjax.finetune.chat_rows import Chat, chat_of, passages_of, read_chats
 from mtjax.finetune.passages import PackedPassages, PassageEncoder, have_passages, pack_rows, reading
 from mtjax.generate.neighbours import NeighbourWriter
 from mtjax.generate.weights import LoadedModel
+from mtjax.models.language_model import run_sections
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.models.trunk import run_sections
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import dotted

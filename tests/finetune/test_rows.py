@@ -124,6 +124,7 @@ def test_labels_become_numbers_and_others_are_left_out(tmp_path):
         label_numbers(examples, ("x", "y"), "dev")
     with pytest.raises(UserError, match="4 different labels .*: these are not classes"):
         classes_of([Example(("t",), str(i)) for i in range(4)])
+    assert classes_of([Example(("t",), label) for label in ("5", "--5")]) == ("--5", "5")  # not all are integers
 
 
 def test_weights_of_classes():

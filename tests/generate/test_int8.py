@@ -20,11 +20,10 @@ from mtjax.generate.weights import load_model
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.kernels.cached import attend_cached
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.kv_cache import CachePositions, KVCache
 from mtjax.models.quantized_cache import QuantizedKVCache
-from mtjax.sharding.axes import spec, use_rules
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh, spec, use_rules
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     HIDDEN,

@@ -1,13 +1,19 @@
 """Incremental detokenization: complete characters, and nothing after a stop sequence."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer as HuggingFace
-from tokenizers import models
+from tokenizers import decoders, models
 
 from mtjax.data.tokens.tokenizer import FastTokenizer, byte_level
+from mtjax.generate.command import GenerateJob
 from mtjax.generate.completion import Completion
-from mtjax.generate.request import Token
+from mtjax.generate.options import Options
+from mtjax.generate.request import Sampling, Token
 from mtjax.generate.text import TextWriter, overlap
+from mtjax.serve.service import Keys, Limits, Service
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +74,41 @@ def test_tokens_keep_their_text_with_stop_sequences(tokenizer) -> None:
 
 def test_overlap_is_the_longest() -> None:
     assert [overlap(text, "aab") for text in ("xa", "xaa", "xaab", "b", "")] == [1, 2, 0, 0, 0]
+
+
+def test_the_text_of_an_encoder_decoder_begins_without_a_space(capsys, monkeypatch) -> None:
+    """A T5's text does not continue its prompt, so its first word begins a text, as `decode` of transformers has it."""
+    words = ["</s>", "<unk>", "▁The", "▁house", "▁Das", "▁Haus"]
+    made = HuggingFace(models.Unigram([(word, -1.0) for word in words], unk_id=1))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(words[:1])
+    tokenizer, prompt, answer = FastTokenizer(made, "a test", eod=words[0]), [2, 3, 0], [4, 5]
+    expected = made.decode(answer)
+    assert expected == "Das Haus"
+
+    class Answering:
+        """An engine whose texts are all `answer`."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.requests = []
+
+        def submit(self, request: Any) -> None:
+            self.requests.append(request)
+
+        def run(self) -> None:
+            for request in self.requests:
+                for token in answer:
+                    request.on_token(Token(token))
+                request.on_end("length")
+
+    monkeypatch.setattr("mtjax.generate.command.Engine", Answering)
+    model: Any = SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset(), prompt_ids=lambda text: prompt)
+    host: Any = SimpleNamespace(is_encoder_decoder=True)
+    GenerateJob(Options("a t5"), model, host).continue_texts(["The house"])
+    assert capsys.readouterr().out == f"{expected}\n"
+    tokens: Any = SimpleNamespace(decoder=tokenizer)
+    service = Service("a t5", tokens, frozenset(), host, Limits(1, 1, 1.0), Keys([]))
+    text = service.completion(prompt, Sampling())
+    for token in answer:
+        text.request.on_token(Token(token))
+    assert text.text == expected

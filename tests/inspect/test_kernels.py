@@ -36,7 +36,7 @@ from mtjax.inspect.schema import to_json
 from mtjax.inspect.targets import find_target
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
-from mtjax.models.dropout import dropout
+from mtjax.models.ops import dropout
 from mtjax.sharding.axes import use_rules
 from tests.inspect.steps import has_cudnn, needs_aot, tiny
 
@@ -189,13 +189,13 @@ def test_occupancy_is_that_of_nvidias_calculator():
 
 def test_the_innermost_line_of_mtjax_is_named():
     text = (
-        'HloModule m\n\nFileNames\n1 "/x/mtjax/models/dropout.py"\n2 "/x/mtjax/sharding/no_hoist.py"\n'
+        'HloModule m\n\nFileNames\n1 "/x/mtjax/models/ops.py"\n2 "/x/mtjax/sharding/axes.py"\n'
         '3 "/x/jax/numpy.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n1 {file_name_id=1 function_name_id=1 line=7}\n'
         "2 {file_name_id=2 function_name_id=1 line=8}\n3 {file_name_id=3 function_name_id=1 line=9}\n\nStackFrames\n"
         "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n"
         "3 {file_location_id=3 parent_frame_id=3}\n\nENTRY main {\n}\n"
     )
-    assert SourceLines.of(text).line_of("metadata={stack_frame_id=3}") == "models/dropout.py:7"
+    assert SourceLines.of(text).line_of("metadata={stack_frame_id=3}") == "models/ops.py:7"
     assert SourceLines.of("HloModule m\n\nENTRY main {\n}\n").line_of("metadata={stack_frame_id=3}") == ""
 
 
@@ -310,7 +310,9 @@ def test_audits_on_record_have_no_faults_without_a_reason():
     rows = json.loads((BENCHMARKS / "results" / "kernels.json").read_text())["rows"]
     assert {name: found for name, row in rows.items() if (found := audits().unexpected(row))} == {}
     (row,) = (row for name, row in rows.items() if name == "gpt2-8.3b on h100x8")
-    spilled = [kernel | {"source": "models/embedding.py:1"} for kernel in row["faults"] if "spills" in kernel["faults"]]
+    spilled = [
+        kernel | {"source": "models/language_model.py:1"} for kernel in row["faults"] if "spills" in kernel["faults"]
+    ]
     assert len(audits().unexpected({"faults": spilled})) == len(spilled) > 0
 
 

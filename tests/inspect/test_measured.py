@@ -140,6 +140,14 @@ def test_predicted_causes_add_up_to_the_predicted_step(gpu_report: Report) -> No
 
 
 @pytest.mark.aot
+def test_a_trace_is_compared_with_the_streams_of_the_program(two_servers_report: Report) -> None:
+    """Between servers gradients pass activations inside: a second roofline without this would take longer."""
+    time = two_servers_report.time
+    assert time is not None and time.roofline.side_by_side
+    assert time.roofline.run().seconds == pytest.approx(time.seconds)
+
+
+@pytest.mark.aot
 def test_the_kernel_that_is_farthest_from_its_prediction_is_shown_first(gpu_report: Report, tmp_path: Path) -> None:
     assert gpu_report.time is not None
     events, works = steps_of(gpu_report, steps=2, devices=1), work_of(gpu_report)

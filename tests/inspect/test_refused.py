@@ -28,16 +28,12 @@ class Refusing:
         return "compiled"
 
 
-def compiled(target: Target, lowered: Any) -> Any:
-    return compile_for(target, lowered, {"xla_gpu_enable_pipelined_all_reduce": True})
-
-
 def test_a_product_without_tiles_is_compiled_without_xlas_own_kernels():
     lowered = Refusing(TILES, 1)
-    program, note = compiled(H100, lowered)
+    program, note = compile_for(H100, lowered)
     assert program == "compiled" and OWN_KERNELS in note
-    assert lowered.asked == [None, {"xla_gpu_enable_pipelined_all_reduce": True, OWN_KERNELS: False}]
-    assert compiled(H100, Refusing(TILES, 0)) == ("compiled", None)
+    assert lowered.asked == [None, {OWN_KERNELS: False}]
+    assert compile_for(H100, Refusing(TILES, 0)) == ("compiled", None)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +43,7 @@ def test_a_product_without_tiles_is_compiled_without_xlas_own_kernels():
 def test_what_xla_refuses_is_one_sentence(target, message, times, asked):
     lowered = Refusing(message, times)
     with pytest.raises(UserError) as refused:
-        compiled(target, lowered)
+        compile_for(target, lowered)
     assert len(lowered.asked) == asked
     said = str(refused.value)
     assert said.startswith(f"XLA could not compile the program for {target.name}: {message.splitlines()[0]}; try")

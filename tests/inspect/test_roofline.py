@@ -63,6 +63,33 @@ def test_between_servers_the_network_is_the_limit():
     assert walk(snippets.LOOP, server).seconds == pytest.approx(6 * (4 + 2))
 
 
+TWO_LINKS = """HloModule m, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  %between = f32[16]{0} all-reduce-start(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%sum
+  %inside = f32[16]{0} all-reduce-start(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
+  %inside-done = f32[16]{0} all-reduce-done(%inside)
+  ROOT %between-done = f32[16]{0} all-reduce-done(%between)
+}
+"""
+
+
+@pytest.mark.parametrize(("side_by_side", "seconds"), [(False, 2 + 1), (True, 2)])
+def test_where_streams_allow_it_a_collective_passes_one_between_servers(side_by_side, seconds):
+    """64 bytes over two servers of 32 bytes a second take two seconds, over four members of a server one."""
+    server = dataclasses.replace(SERVER, gpus=4, network=32.0)
+    module = hlo.parse(TWO_LINKS)
+    found = find_collectives(module, {"data": 2, "model": 4}, server.gpus)
+    assert Roofline(module, found, server, CONSTANTS, side_by_side=side_by_side).run().seconds == pytest.approx(seconds)
+
+
 def test_of_a_branch_the_longer_counts():
     walked = walk(snippets.BRANCHES)  # all-gather of 64 bytes over 4: 48 bytes, half a second; or a kernel of two
     assert walked.seconds == pytest.approx(2.0)

@@ -19,7 +19,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.layout.layouts import TENSOR, Layout
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.rules import DATA, MODEL, Rules
-from mtjax.models.mixers.mlp import MLP
+from mtjax.models.mixers.transformer import MLP
 from mtjax.sharding import gradients
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import is_wrapped, materialize

@@ -9,9 +9,8 @@ import pytest
 
 from mtjax.config import Model
 from mtjax.layout.layouts import TENSOR
-from mtjax.models.activations import activation_of
 from mtjax.models.head_norm import HeadNorm
-from mtjax.models.norms import LayerNorm
+from mtjax.models.ops import LayerNorm, activation_of
 from mtjax.models.rms_norm import RMSNorm
 from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of
@@ -92,7 +91,7 @@ def test_norms_and_their_gradients(kind, weight, has_bias, dtype):
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
         if kind == "HeadNorm":
-            norm = HeadNorm(Model(head_dim=size), "heads", 1)
+            norm = HeadNorm(Model(), {"scale": {"head_dim": size}})
         elif kind == "RMSNorm":
             norm = RMSNorm(size, 1e-5, dtype, weight=weight)
         else:

@@ -10,7 +10,7 @@ from scipy.special import erf
 
 from mtjax.config import validate
 from mtjax.errors import UserError
-from mtjax.models.trunk import HiddenStates
+from mtjax.models.language_model import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
 from tests.families.hybrid.test_model import SHARED, hybrid_config

@@ -8,14 +8,12 @@ from jax import lax
 from jax.sharding import reshard
 
 from mtjax.layout.layouts import TENSOR
-from mtjax.models.dropout import dropout
-from mtjax.models.kernels.options import AttentionOptions
-from mtjax.models.kernels.xla import attend
+from mtjax.models.kernels.xla import AttentionOptions, attend
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.ops import dropout
 from mtjax.models.recompute import ATTENTION_CORE
 from mtjax.models.unhoisted_sums import plus
-from mtjax.sharding.axes import spec, use_rules
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import spec, use_rules, where
 from tests.tiny import mesh_of
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 24, 8

@@ -11,8 +11,8 @@ from jax.sharding import reshard
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.cached import attend_cached
-from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS as HEADS_OF_TOKENS
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.kv_cache import CachePositions, WindowKVCache
 from mtjax.sharding.axes import spec, use_rules
 from tests.tiny import mesh_of

@@ -13,10 +13,9 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
+from mtjax.models.language_model import run_sections
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.models.trunk import run_sections
-from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh, use_rules
 from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES

@@ -84,7 +84,7 @@ def test_logits_loss_and_gradients_are_those_of_megatron(mesh: str, fields: dict
 
 
 def logits_of(program: Any, parameters: Any, placed: Any) -> Any:
-    from mtjax.models.trunk import run_sections
+    from mtjax.models.language_model import run_sections
 
     with use_rules(program.layout.rules):
         model: Any = program.model(parameters)

@@ -73,6 +73,21 @@ def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys)
     assert hint and f"{hint[1]} (" in run(capsys, *asked, "--attention", "cudnn")
 
 
+def test_a_search_keeps_to_the_usable_memory(capsys):
+    """4 GiB of an H100's 80: of the table of the fastest plans, and of what is proposed in place of a plan that is too
+    large."""
+    asked = ("--config", "gpt2-355m", "--target", "h100x8", "--usable", "0.05")
+    fastest = run(capsys, *asked, "--gpus", "8").partition("As fast, but")[0]
+    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB", fastest)]
+    assert len(sizes) == 10 and max(sizes) <= 4
+    nearest = re.search(
+        r"the nearest plan that does is mesh 8x1, microbatch (\d+)", run(capsys, *asked, "--mesh", "8x1")
+    )
+    assert nearest
+    chosen = ("--mesh", "8x1", "--microbatch-size", nearest[1], "--recompute", "none", "--zero", "3", "--unroll-layers")
+    assert "This plan does not fit" not in run(capsys, *asked, *chosen)
+
+
 def test_stages_need_not_divide_the_layers(capsys):
     out = run(capsys, "--config", "llama3-8b", "--gpus", "24")
     typed = re.search(r"Train it: +mtjax train (.*)", out)

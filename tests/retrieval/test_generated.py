@@ -14,8 +14,8 @@ from mtjax.generate.completion import Completion
 from mtjax.generate.neighbours import NeighbourWriter, Reading
 from mtjax.generate.request import Sampling
 from mtjax.generate.weights import LoadedModel
+from mtjax.models.language_model import run_sections
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
 from tests.data.corpora import write_bert_vocab
 from tests.tiny import mesh_of, tiny_config

@@ -193,7 +193,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tmp_path: Path
             raise KeyboardInterrupt
         return whole(self, texts)
 
-    monkeypatch.setattr(embedding.embed_corpus, "__kwdefaults__", {"block": 40, "on_block": None})
+    monkeypatch.setattr(embedding.embed_corpus, "__kwdefaults__", {"block": 40})
     monkeypatch.setattr("mtjax.retrieval.search.of_samples.__defaults__", (24,))
     words = [
         "--input",

@@ -85,7 +85,9 @@ def test_logprobs_of_a_prompt_as_lm_eval_requests(live, client) -> None:
     pairs = zip(numbers.token_logprobs[1:], numbers.top_logprobs[1:], strict=True)
     assert all(own <= max(top.values()) for own, top in pairs)
     # Streamed, and without a token behind it: the same numbers.
-    alone = client.completions.create(**{**ask, "max_tokens": 0}, echo=True).choices[0]
+    answer = client.completions.create(**{**ask, "max_tokens": 0}, echo=True)
+    alone = answer.choices[0]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
     assert alone.text == "the cat and the dog went on" and alone.logprobs.token_logprobs == numbers.token_logprobs[:-1]
     events = list(client.completions.create(**ask, echo=True, stream=True))
     pieces = [c.logprobs for event in events for c in event.choices if c.logprobs]

@@ -14,9 +14,8 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.models.alibi import Alibi, slopes
 from mtjax.models.kernels import cudnn, in_blocks
 from mtjax.models.kernels.masks import causal_mask
-from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.packed import Packed
-from mtjax.models.kernels.xla import softmax_attention
+from mtjax.models.kernels.xla import AttentionOptions, softmax_attention
 from mtjax.models.layer_context import LayerContext
 from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.flash import Differentiable, flash_attention

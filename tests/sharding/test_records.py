@@ -12,8 +12,7 @@ from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.rules import Axes, Rules
 from mtjax.sharding.axes import partition_spec, spec, use_rules
-from mtjax.sharding.gradients import Accumulate, distributed_gradients
-from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.gradients import Accumulate, ManualRegion, distributed_gradients
 from mtjax.sharding.param_comm import GradReduction
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.zero import Reduction

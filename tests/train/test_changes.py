@@ -12,8 +12,8 @@ from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.past import Past, RunRecord
 from mtjax.train import changes
 from mtjax.train.changes import find_changes, parse_allowed, position_of, table
-from mtjax.train.learning_rate import make_learning_rate
 from mtjax.train.objective import PRETRAINING
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.weight_decay import make_weight_decay
 
 TEXT = TrainingText("book.txt", "abc", 90)

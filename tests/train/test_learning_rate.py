@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import Optimizer, replace, validate
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.weight_decay import make_weight_decay
 from tests.parity.megatron_core.cases import RATES, SCHEDULES, STEPS, our_settings
 from tests.tiny import tiny_config

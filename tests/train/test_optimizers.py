@@ -25,7 +25,7 @@ from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.changes import check_states
-from mtjax.train.learning_rate import make_learning_rate
+from mtjax.train.optimizer import make_learning_rate
 from mtjax.train.step import TrainStep
 from tests.same_numbers import by_name
 from tests.tiny import batch_of, initial_state, program_of, tiny_config

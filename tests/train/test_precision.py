@@ -45,6 +45,13 @@ def test_the_scale_follows_a_trace_counted_by_hand():
         assert [float(state.scale), int(state.growth), int(state.hysteresis)] == expected
 
 
+def test_a_counter_that_has_passed_a_shorter_window_doubles_the_scale():
+    """A run that resumes with a shorter loss_scale_window: with `==` its scale would never grow again."""
+    options = Training(compute_dtype="float16", loss_scale_window=3)
+    state = update(LossScale(jnp.float32(16), jnp.int32(7), jnp.int32(2)), jnp.asarray(True), options)
+    assert [float(state.scale), int(state.growth)] == [32, 0]
+
+
 def test_an_overflow_skips_its_step_on_every_replica_and_training_goes_on(tmp_path):
     program = program_of("2x4", **HALF)
     before = initial_state(program)

@@ -17,6 +17,7 @@ from mtjax.analysis.parts.part import (
     linear,
     over_model,
     weight,
+    weights_of,
 )
 from mtjax.analysis.parts.score_blocks import block_bytes, score_bytes
 from mtjax.analysis.parts.sublayer import (
@@ -31,7 +32,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME, documents_at_most
 from mtjax.layout.plan import Plan
-from mtjax.layout.weights import attention_products, cross_products, relative_table
+from mtjax.layout.weights import attention_products, attention_sinks, cross_products, head_norm_weights, relative_table
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class _Heads(Part):
         of the gathered input and, without context parallelism, its gradient before the reduce-scatter."""
         c, samples = plan.element_bytes, plan.microbatch_size
         inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
+        # A fused kernel writes the gradients of query, key and value at once.
         has_all = not plan.keeps_scores and not plan.context_parallelism
         input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
         gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.splits_stream else 0.0
@@ -81,8 +83,8 @@ class Attention(_Heads):
     is_causal: bool
     rank: int = 0
     """Of LoRA adapters; 0 without any."""
-    qk_norm: tuple[str, ...] = ()
-    """Vectors of the norm of queries, and of that of keys; none without QK norm."""
+    qk_norm: int = 0
+    """Vectors of the norm of queries, and of that of keys: a scale, perhaps a bias; 0 without QK norm."""
     qk_norm_scope: str = "head"
     """What QK norm normalizes: `head`, `each_head` or `width`."""
     has_sinks: bool = False
@@ -105,24 +107,17 @@ class Attention(_Heads):
     @property
     def weights(self) -> list[Weight]:
         (bias, output_bias), weights = self.biases, self.norm.weights("attention", self.hidden)
-        for name, sizes in attention_products(self.hidden, self.heads, self.kv_heads, self.head_dim).items():
+        heads = (self.heads, self.kv_heads, self.head_dim)
+        for name, sizes in attention_products(self.hidden, *heads, is_gated=self.has_gate).items():
             has_bias = output_bias if name == "output" else bias
             weights += linear(f"attention.{name}", *sizes, bias=has_bias, rank=self.rank)
-        if self.has_gate:
-            heads = {"heads": self.heads, "head_dim": self.head_dim}
-            weights += linear("attention.gate", {"embed": self.hidden}, heads, bias=bias, rank=self.rank)
         if self.buckets:
             weights.append(weight("attention.relative.table", relative_table(self.buckets, self.heads)))
-        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
-        return [*weights, *self._head_norms(), *sinks]
-
-    def _head_norms(self) -> list[Weight]:
-        """Returns the vectors of QK norm: one for all heads, or one for each."""
-        found, is_shared = [], self.qk_norm_scope == "head"
-        for name, heads in (("query_norm", {"heads": self.heads}), ("key_norm", {"kv_heads": self.kv_heads})):
-            sizes = {**({} if is_shared else heads), "head_dim": self.head_dim}
-            found += [weight(f"attention.{name}.{vector}", sizes) for vector in self.qk_norm]
-        return found
+        if self.qk_norm:
+            is_shared = self.qk_norm_scope == "head"
+            for name, vectors in head_norm_weights(*heads, is_shared=is_shared, bias=self.qk_norm > 1).items():
+                weights += weights_of(vectors, f"attention.{name}.")
+        return [*weights, *([weight("attention.sinks", attention_sinks(self.heads))] if self.has_sinks else [])]
 
     @property
     def elementwise(self) -> Elementwise:
@@ -133,7 +128,7 @@ class Attention(_Heads):
     @property
     def normalizes_width(self) -> bool:
         """Whether QK norm is over all heads together, which tensor parallel ranks share."""
-        return bool(self.qk_norm) and self.qk_norm_scope == "width"
+        return self.qk_norm > 0 and self.qk_norm_scope == "width"
 
     @property
     def scores(self) -> Scores:
@@ -188,7 +183,7 @@ class Attention(_Heads):
         lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
         lines += width_norm_collectives(stream, learns=learns) if self.normalizes_width else []
         # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
-        per_head = 0 if self.qk_norm_scope == "head" else len(self.qk_norm)
+        per_head = 0 if self.qk_norm_scope == "head" else self.qk_norm
         inputs = "(hidden + 1)" if self.biases[0] else "hidden"
         kv_gradients = f"(2*{inputs} + {per_head})*key_width" if per_head else f"2*key_width*{inputs}"
         if stream.is_frozen:
@@ -197,7 +192,7 @@ class Attention(_Heads):
                 lines.append(matrix_gradient_sums(stream, "2*key_width*rank", why, "float32", LAYER_RECOMPUTE))
             return [*lines, *adapter_collectives(stream, "attention", self._columns, self.rank)]
         if self.qk_norm and self.qk_norm_scope == "head":
-            vectors = f"{stream.side}layers*{2 * len(self.qk_norm)}*head_width"
+            vectors = f"{stream.side}layers*{2 * self.qk_norm}*head_width"
             lines.append(local_gradient_sums(stream, vectors, "gradients of QK norms"))
         if stream.split:
             lines += vector_gradient_sums(stream, self.norm, self.biases[1])

@@ -126,6 +126,8 @@ class DeltaNet(Mamba):
         batch, tokens, ways = plan.microbatch_size * self.heads / plan.mesh.model, self.tokens, plan.mesh.context
         over_pieces = []
         if plan.context_parallelism:  # two pieces of each sample side by side, and the matrices of `_columns`
+            # Pieces are exchanged by heads, so that each rank passes the states of its share of heads through all
+            # pieces.
             step = (key, key, value, math.ceil(batch / ways))
             # The backward pass has the loop again, and two gradients in another.
             over_pieces = [LoopOverPieces(2 * ways - 2, (step,), (step,), (step,) * 2, kernels=([0] * 4, [0] * 9))]

@@ -126,6 +126,7 @@ class Experts(Part):
         # The first of the experts' matmuls is recomputed in their backward pass, which reads no other result.
         inner, rows = self.inner / tensor_degree, self.tokens * self.top_k
         if self.capacity is not None:
+            # Tokens beyond an expert's capacity are dropped.
             rows = min(rows, self.count * self.capacity)
         return [
             *self._adapter_products(rows, inner),
@@ -175,6 +176,7 @@ class Experts(Part):
         inner = self.inner / plan.mesh.model
         matrices = self.count / degree * (self.inputs + 1) * self.hidden * inner
         if self.is_frozen:
+            # Frozen experts have sums of their adapters' gradients only.
             matrices = self.count / degree * self.rank * (self.inputs + 1) * (self.hidden + inner)
         shared = self.shared_expert.backward_peak_bytes(plan) if self.shared_expert else 0.0
         return max((2 * plan.element_bytes + 4) * received + 2 * plan.element_bytes * sent + 4 * matrices, shared)

@@ -138,6 +138,7 @@ class Mamba(Part):
         """Returns the tokens of a microbatch whose chunks a rank computes at once."""
         chunk, tokens = ssm_chunk(self.model), plan.local_tokens(self.tokens)
         count = math.ceil(tokens / plan.microbatch_size / chunk)
+        # The largest divisor of the chunks: a loop's blocks are equal.
         most = min(count, self._most_chunks(plan.microbatch_size, self.heads // plan.mesh.model))
         return tokens * next(number for number in range(most, 0, -1) if count % number == 0) / count
 

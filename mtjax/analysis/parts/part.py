@@ -50,7 +50,7 @@ def weights_of(declared: Mapping[str, Mapping[str, int]], prefix: str = "") -> l
 def linear(
     name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True, rank: int = 0
 ) -> list[Weight]:
-    """Returns the weights of `mtjax.models.linear.Linear`: a matrix, a bias, a LoRA adapter of this rank."""
+    """Returns the weights of `mtjax.models.ops.Linear`: a matrix, a bias, a LoRA adapter of this rank."""
     matrix = [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
     if not rank:
         return matrix

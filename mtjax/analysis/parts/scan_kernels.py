@@ -20,7 +20,7 @@ class EqualKernels(NamedTuple):
     times: float = 1
 
 
-class Outputs(NamedTuple):
+class MatmulOutputs(NamedTuple):
     """Outputs of matmuls that are among the kernels, and have an overhead if they have less than a wave of tiles."""
 
     rows: float
@@ -35,7 +35,7 @@ class ScanKernels(NamedTuple):
     forward: Sequence[EqualKernels]
     backward: Sequence[EqualKernels]
     """With what it computes again: all but the projections, whatever the recompute."""
-    short: tuple[Sequence[Outputs], Sequence[Outputs]] = ((), ())
+    short: tuple[Sequence[MatmulOutputs], Sequence[MatmulOutputs]] = ((), ())
     """Of both, matmuls that may have less than a wave of tiles."""
 
 
@@ -172,12 +172,12 @@ SMALL_OF_PIECES = (8, 30)
 
 def _short(
     sizes: ScanSizes, tokens: float, blocks: int, *, full_recompute: bool
-) -> tuple[list[Outputs], list[Outputs]]:
+) -> tuple[list[MatmulOutputs], list[MatmulOutputs]]:
     """Returns the matmuls of decays with a triangle, those of B with C, and the gradients of B and C, of scores and of
     states, forward and backward; see `scan_kernels`."""
     chunk, chunks = sizes.chunk, tokens / blocks / sizes.chunk
-    decays = Outputs(chunk, chunks * sizes.pairs / chunk, 1, blocks)
-    scores = Outputs(chunk, chunk, chunks * sizes.scores / chunk, blocks)
+    decays = MatmulOutputs(chunk, chunks * sizes.pairs / chunk, 1, blocks)
+    scores = MatmulOutputs(chunk, chunk, chunks * sizes.scores / chunk, blocks)
     gradients = scores._replace(columns=sizes.state, times=4 * blocks)
     again = [decays, scores, decays, gradients]
     if blocks > 1:
@@ -199,6 +199,7 @@ def scan_kernels(
     """
     outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
     scan, back = [*sizes.scan], [*sizes.states_of_chunks]
+    # A loop over blocks saves the states before each, and its backward pass runs a block again before its gradients.
     if blocks > 1:
         scan, back = sizes.of_blocks(full_recompute=full_recompute)
     elif full_recompute:

@@ -57,6 +57,7 @@ class BlockAttention(Attention):
 
     @property
     def shared_weights(self) -> list[Weight]:
+        # The block's attention is that of a model of twice the width, but for the output projection.
         fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
         del fields["low"]
         wide = [of for of in Attention(**fields).weights if not of.name.startswith("attention.output.")]

@@ -28,6 +28,7 @@ def from_checkpoint(folder: Path) -> GivenArguments:
     found = TorchDistCheckpoint(files) if is_torch_dist(files) else MegatronCheckpoint(files)
     if not found.arguments:
         raise UserError(f"{files} has no args: translate the launch script of its run")
+    # Arguments do not say which program made a checkpoint; its tensors do.
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) for name in found.shapes)
     family = "bert" if is_bert else "hybrid" if letters_in(found.shapes) else "gpt"
     given = from_arguments(found.arguments, str(files), family)
@@ -52,20 +53,25 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
     """
     given = GivenArguments(source, family=family)
     for row in TABLE:
+        # Megatron-Core saves some arguments under the names of its TransformerConfig.
         value = _plain(arguments.get(row.dest, arguments.get(SAVED_AS.get(row.dest, ""))))
         if row.status == "default" and row.default is None and row.same is None:
             continue  # mtjax needs no such setting, whatever the value
+        # A switch that is off is False, () or "" in a checkpoint, and has no default in the table.
         if value is None or value == row.default or (row.default is None and value in (False, (), "")):
             continue
         given.values[row.dest] = value
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is row.stores else str(value)
         given.typed[row.dest] = shortened(f"{row.names[0]} {shown}".strip(), 70)
+    # They would be reported as given by the user, and some contradict the arguments that they follow from (train_iters
+    # and train_samples).
     for dest in _following(arguments):
         given.values.pop(dest, None)
     world = arguments.get("world_size")
     given.gpus = world if isinstance(world, int) and world > 0 else None
     chunks = arguments.get("virtual_pipeline_model_parallel_size")
     if isinstance(chunks, int) and chunks > 1:
+        # Megatron computes the number of chunks from it, and saves both.
         given.values.pop("num_layers_per_virtual_pipeline_stage", None)
         given.values["num_virtual_stages_per_pipeline_rank"] = chunks
         given.typed["num_virtual_stages_per_pipeline_rank"] = f"--num-virtual-stages-per-pipeline-rank {chunks}"

@@ -25,6 +25,7 @@ def decide(words: Sequence[str]) -> Decided:
     Args:
       words: the words between the brackets, expanded, including `&&` and `||`.
     """
+    # Or first: it binds more loosely, so the text is divided there before it is divided at and.
     for operator, old in (("||", "-o"), ("&&", "-a")):
         at = next((i for i, word in enumerate(words) if word in (operator, old)), None)
         if at is not None:
@@ -60,6 +61,8 @@ def _of_two(left: str, operator: str, right: str) -> Decided:
     if unknown_in(left + right):
         return None
     if operator in ("=", "=="):
+        # In [[ ]] the right side is a pattern. In [ ] it is not, but a script that compares with a text that has * is
+        # rare.
         return fnmatch.fnmatchcase(left, right)
     if operator == "!=":
         return not fnmatch.fnmatchcase(left, right)

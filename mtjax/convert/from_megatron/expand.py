@@ -11,6 +11,7 @@ from mtjax.errors import UserError
 
 Value = str | list[str]
 """Value of a variable: a string or an array."""
+# Unicode's private use area: characters that no script contains.
 OPEN, CLOSE = "\ue000", "\ue001"
 """Markers around the name of a variable without a value, in an expanded text."""
 _BLANK = "\ue002"
@@ -25,6 +26,7 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    # No power: 9**9**9 in a script must not compute for hours.
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
@@ -69,6 +71,7 @@ class Variables:
                 value = [*before, *(value if isinstance(value, list) else [value])]
             else:
                 value = [before, *value] if isinstance(value, list) else before + value
+        # Also of a string: the sum of the lengths of its characters.
         if sum(map(len, value)) > _LONGEST:
             raise UserError(f"the variable {name} is longer than {_LONGEST} characters")
         self.values[name] = value
@@ -85,11 +88,14 @@ class Variables:
             now = None
 
         for part in word.parts:
+            # `""` is a word, an empty one; an unquoted variable that is empty is none. Both begin with `now` None.
             if part.style == "literal" or (part.style == "quoted" and not part.text):
                 now = (now or "") + part.text
                 continue
             for text, is_separate in self._pieces(part.text):
                 is_quoted = part.style == "quoted"
+                # bash splits only what an unquoted expansion gives: a blank at its start ends the word before it, and
+                # one at its end begins the next.
                 if is_separate or (text[:1].isspace() and not is_quoted):
                     end()
                 for i, each in enumerate([text] if is_quoted else text.split()):
@@ -118,10 +124,12 @@ class Variables:
             value = self.values.get(name)
             if not isinstance(value, str):
                 return unknown(name)
-            text = re.sub(rf"\b{name}\b", value, text)
+            # In brackets: bash evaluates the value of a bare name, and inserts the text of `$NAME`.
+            text = re.sub(rf"\b{name}\b", lambda _, value=value: f"({value})", text)
         if missing := unknown_in(text):
             return unknown(missing[0])
         try:
+            # bash truncates and Python rounds down, which is the same for sizes and numbers of devices.
             return int(evaluate(text.replace("/", "//")))
         except (ValueError, SyntaxError, ZeroDivisionError, TypeError):
             return unknown(f"$(({expression}))")
@@ -184,6 +192,7 @@ class Variables:
         is_filled = is_set and any(values)
         if length:
             counted = len(self._value(name, "@")) if index in ("@", "*") else len("".join(values))
+            # bash's 0 for an unset variable would be taken as a number of GPUs or layers.
             return [str(counted)] if is_set else [unknown(name)]
         if not suffix:
             return values
@@ -194,6 +203,7 @@ class Variables:
         kind, word = operation[0][-1], suffix[operation.end() :]
         if kind == "+":
             return self._inner(word) if holds else []
+        # `${X:?message}` ends the script if X is unset; its value is unknown then, and reported like any other.
         if holds or kind == "?":
             return values
         found = self._inner(word)
@@ -209,6 +219,7 @@ class Variables:
         """Returns the values of a variable, a positional argument or `$#`; several only for `[@]` and `$@`."""
         if name == "*" or index == "*":
             return [" ".join(self._value("@" if name == "*" else name, "@"))]
+        # A script without arguments is read as one whose arguments are not known: they are what a user would add.
         if name == "@":
             return list(self._positional) if self._positional else [unknown("@")]
         if name == "#":
@@ -236,6 +247,7 @@ def evaluate(text: str) -> Any:
     """
 
     def value(node: ast.expr) -> Any:
+        # Not isinstance: True is an int to Python.
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         if isinstance(node, ast.List):
@@ -245,6 +257,7 @@ def evaluate(text: str) -> Any:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             left, right = value(node.left), value(node.right)
             counts = [side for side in (left, right) if not isinstance(side, list)]
+            # A list times an integer: the length is checked before the list is made.
             if len(counts) == 1 and (type(node.op) is not ast.Mult or counts[0] > _LONGEST_LIST):
                 raise ValueError(f"{text!r} makes a long list")
             return _OPERATIONS[type(node.op)](left, right)

@@ -14,6 +14,14 @@ from mtjax.migrate.megatron import by_dest, by_name
 PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_mamba": "hybrid", "pretrain_hybrid": "hybrid"}
 """Megatron's programs that can be translated -> the family."""
 _OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|vision\w*)|train_rl|finetune\w*")
+_TEXTS = frozenset(
+    {
+        *("save", "load", "pretrained_checkpoint", "non_persistent_local_ckpt_dir", "data_cache_path"),
+        *(f"{split}data_path" for split in ("", "train_", "valid_", "test_")),
+        *("tokenizer_model", "vocab_file", "merge_file", "wandb_project", "wandb_entity"),
+    }
+)
+"""Attributes of arguments that are text: Python would read the folder 2024_01_15 as the number 20240115."""
 _LARGEST = 2**24
 """Most bytes of a script."""
 
@@ -61,9 +69,12 @@ def _put(name: str, values: list[str], given: GivenArguments) -> None:
     row = by_name().get(name.replace("_", "-"))
     typed = shortened(" ".join([name, *map(shown, values)]), 70)
     missing = next((reason for value in values if (reason := _reason(value))), "")
+    # Abbreviations, which argparse would accept, are unknown, too: which argument they stand for depends on the version
+    # of Megatron.
     if row is None:
         given.unlisted.append(typed)
         return
+    # argparse's store_true and store_false.
     is_switch = row.default is False or row.stores is False
     if missing and row.status == "default" and row.same is None:  # whatever its value, mtjax needs no such setting
         given.values[row.dest], given.typed[row.dest] = row.default, typed
@@ -74,7 +85,7 @@ def _put(name: str, values: list[str], given: GivenArguments) -> None:
     if values and is_switch:  # `--bf16 $MORE`: the switch is set, and $MORE is unknown
         given.unread.append((" ".join(map(shown, values)), missing or f"{name} takes no value"))
         typed, values = name, []
-    read = tuple(_value(value) for value in values)
+    read = tuple(map(_unquoted if row.dest in _TEXTS else _value, values))
     given.values[row.dest] = row.stores if not read else read[0] if len(read) == 1 else read
     given.typed[row.dest] = typed
 
@@ -93,9 +104,16 @@ def _reason(word: str) -> str:
     return f"{names[0]} has no value: add --set {names[0]}=..."
 
 
+def _unquoted(text: str) -> str:
+    """Removes quotes inside quotes, as in a YAML file or `"'128,0'"`, of which the shell leaves one pair."""
+    return text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
+
+
 def _value(text: str) -> Any:
     """Parses a number or a list of numbers; returns any other text unchanged."""
-    text = text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
+    text = _unquoted(text)
+    # Megatron's argparse knows the type of each argument; here it follows from the text, and `_check_types` compares
+    # later.
     for kind in (int, float):
         try:
             return kind(text)
@@ -178,6 +196,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
       UserError: it does not start a program of Megatron-LM that can be translated.
     """
     script = Script(text, source, positional, dict(variables))
+    # A file for torchrun's or Megatron's `@file`: each line would otherwise be a command of its own.
     if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
         script.lines = [CommandLine([word for line in script.lines for word in line.words], 1)]
     # The command with most known arguments starts Megatron-LM; others are launchers, echo or mkdir.
@@ -193,6 +212,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     at = next((i for i, word in enumerate(chosen.words) if word.endswith(".py")), None)
     first = next(i for i, word in enumerate(chosen.words) if word.partition("=")[0] in by_name())
     program = Path(chosen.words[at]).stem if at is not None else ""
+    # Not every script names a program (a file of arguments has none): gpt, then.
     given.family = _family(program, source)
     launcher = chosen.words[: first if at is None else at]
     given.gpus = _processes(launcher, script.variables.values, given)
@@ -213,6 +233,7 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: GivenArg
     for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
+            # torchrun accepts --nproc_per_node and --nproc-per-node.
             found[name.lstrip("-").replace("_", "-")] = value if equals else following
     # torchrun defaults to 1 for a missing --nnodes or --nproc-per-node.
     is_torchrun = any(
@@ -229,6 +250,8 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: GivenArg
     for name in ("np", "n", "ntasks"):
         if name in found:
             return _product(given, found[name])
+    # Last, as these variables may be set and not used: NVIDIA's examples compute WORLD_SIZE but start torchrun with its
+    # factors.
     if isinstance(size := values.get("WORLD_SIZE"), str) and size.isdigit():
         return int(size)
     nodes = next((values[name] for name in ("NNODES", "NUM_NODES", "SLURM_NNODES") if name in values), None)

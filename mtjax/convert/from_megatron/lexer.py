@@ -37,7 +37,9 @@ class ShellToken(NamedTuple):
         return self.raw if not self.operator and all(part.style == "plain" for part in self.parts) else ""
 
 
+# Longest first: the first that matches is taken.
 _OPERATORS = (";;", "&&", "||", ";", "|", "&", "(", ")")
+# Before operators: `&>` and `>&` begin or end with one.
 _REDIRECT = re.compile(r"\d*(?:&>>?|>>|>&|>\||<&|<>|>|<)\s*")
 _HEREDOC = re.compile(r"\d*<<-?\s*(['\"]?)(\w+)\1")
 _HERE_STRING = re.compile(r"\d*<<<\s*")
@@ -59,6 +61,8 @@ def bracket_end(text: str, at: int) -> int | None:
     depth, quote = 0, ""
     while at < len(text):
         char = text[at]
+        # Also inside single quotes, where bash does not escape: a quote after a backslash in single quotes inside
+        # `$(...)` is rare.
         if char == "\\":
             at += 1
         elif quote:
@@ -88,13 +92,16 @@ class _Lexer:
         while self._at < len(text):
             char = text[self._at]
             if char == "\n":
+                # Before the text of here-documents is skipped, which begins after this newline.
                 yield ShellToken((), "\n", self._line)
                 self._at += 1
                 self._skip_heredocs()
             elif char in " \t":
                 self._at += 1
+            # A continued line, between words; within a word `_word` skips it.
             elif text.startswith("\\\n", self._at):
                 self._at += 2
+            # Only where a word would begin: `a#b` is a word.
             elif char == "#":
                 self._at = self._end_of_line()
             elif self._skip_redirect():
@@ -116,6 +123,7 @@ class _Lexer:
 
     def _skip_redirect(self) -> bool:
         """Skips a redirection such as `> FILE`, `2>&1` or `<<EOF`."""
+        # Before _HEREDOC and _REDIRECT, which match its beginning.
         if match := _HERE_STRING.match(self._text, self._at):
             self._at = match.end()
             list(self._word())
@@ -155,6 +163,7 @@ class _Lexer:
                 plain = ""
                 yield from self._double_quoted()
             elif char == "\\":
+                # A part of its own, so that an escaped character is neither expanded nor a place to split at.
                 if text[self._at + 1 : self._at + 2] != "\n":
                     yield WordPart(plain, "plain")
                     plain = ""
@@ -176,6 +185,7 @@ class _Lexer:
                 self._at += 1
                 yield WordPart(found, "quoted")
                 return
+            # The only characters that a backslash escapes in double quotes; before any other it stands for itself.
             if char == "\\" and text[self._at + 1 : self._at + 2] in ('"', "\\", "$", "`", "\n"):
                 yield WordPart(found, "quoted")
                 found = ""
@@ -187,6 +197,7 @@ class _Lexer:
                 end = self._expansion_end(self._at)
                 found += text[self._at : end]
                 self._at = end
+        # The message names the line where the quote begins, not the end of the script.
         self._at = start
         raise UserError(f'{self._source}, line {self._line}: the quote " is not closed')
 

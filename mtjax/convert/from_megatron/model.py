@@ -53,6 +53,7 @@ def translate_model(to: Translation) -> None:
       UserError: a required argument is missing.
     """
     given = to.given
+    # A BERT's or an old script may have the longest sequence alone.
     if given.values.get("seq_length") is None and given.values.get("max_position_embeddings") is not None:
         given.values["seq_length"] = given.values["max_position_embeddings"]
     letters = _letters(to)
@@ -64,6 +65,8 @@ def translate_model(to: Translation) -> None:
     names = _NAMES[given.family]
     if given.family == "bert" and not to.get("bert_binary_head"):
         names -= {"binary_head."}
+    # Megatron's norm of queries and keys is of the kind of the other norms. mtjax trains both kinds; the tables of
+    # checkpoints, by which `unsupported` decides, have RMS norm alone.
     norms_queries = {"qk_layernorm": False} if arguments.get("normalization") != "RMSNorm" or letters else {}
     for reason in unsupported(arguments | norms_queries, is_core=True, letters=letters):  # trained, but not converted
         to.differences.append(f"the model is not fully supported by mtjax: {reason}")
@@ -73,7 +76,9 @@ def translate_model(to: Translation) -> None:
     for_training = translate_training_only(to)
     settings |= for_training
     settings["sequence_length"] = to.get("seq_length")
+    # None is a kind of positions that mtjax lacks, which `unsupported` has reported.
     settings["position"] = settings["position"] or "learned"
+    # A negative factor drops no tokens, as without one.
     if to.get("moe_expert_capacity_factor") not in (None, -1, -1.0):
         settings["capacity_factor"] = float(to.get("moe_expert_capacity_factor"))
         to.differences.append(
@@ -94,9 +99,12 @@ def translate_model(to: Translation) -> None:
     for name, value in settings.items():
         if value is None or (name == "num_layers" and letters):
             continue
+        # A setting without an argument of its own follows from those that describe the network; num_layers, which is
+        # always given, stands for them.
         to.set(dests.get(name, "num_layers"), {name: value})
         if name not in dests and value == getattr(defaults, name) and name != "family":
             to.implied.add(name)
+    # These were given, under names that are not in the table's rows.
     to.implied -= {*for_training, "layer_pattern"}
 
 
@@ -116,6 +124,7 @@ def _stages_of_pattern(to: Translation) -> None:
     counts, stages = [len(expanded(part)) for part in parts], to.get("pipeline_model_parallel_size") or 1
     if len(counts) == stages and min(counts):
         to.settings |= {"layers_per_stage": counts} if len(set(counts)) > 1 else {}
+    # The layers are the same however they are divided, so the model is translated.
     elif len(counts) > 1:
         why = f"there are {stages} pipeline stages" if stages > 1 else "there is 1 pipeline stage"
         if len(counts) == stages:
@@ -163,6 +172,8 @@ def _arguments(to: Translation, allowed: frozenset[str]) -> dict[str, Any]:
     for dest, values in supported().items():
         if dest in to.given.values and arguments[dest] not in values and dest not in OF_TRAINING | allowed:
             to.drop(dest)
+    # `described` sees the defaults: what was dropped is not in the model, and what only trains is added by
+    # `translate_training_only`.
     for dest in [*to.unsupported, *OF_TRAINING]:
         arguments[dest] = defaults.get(dest)
     latent = {row.dest for row in LATENT} & to.given.values.keys()

@@ -15,6 +15,7 @@ CONTINUED = "runs/continued"
 
 def translate_output(to: Translation) -> None:
     """Adds checkpoint and logging settings to a translation, and what to run and to add on the command line."""
+    # Without it Megatron saves at the end of a run alone.
     if not to.has("save_interval"):
         to.settings["checkpoint_every"] = 0
         to.implied.add("checkpoint_every")
@@ -41,7 +42,9 @@ def _start(to: Translation) -> None:
     """Adds where the run starts: at step 0, or with the checkpoint of Megatron-LM that is converted first."""
     save, load = (str(value) if (value := to.given.values.get(dest)) is not None else None for dest in ("save", "load"))
     weights = to.given.values.get("pretrained_checkpoint")
+    # With --finetune or --no-load-optim Megatron takes the weights alone and begins at step 0.
     if load is not None and not to.has("finetune") and not to.has("no_load_optim"):
+        # The usual form of a script that is started again and again: it continues if there is something to continue.
         if load == save:
             to.settings["resume"] = True
             if not _holds_checkpoint(load):

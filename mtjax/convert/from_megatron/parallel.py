@@ -47,6 +47,7 @@ def translate_mesh(to: Translation) -> MeshShape:
     data, shard = (groups, shard) if groups > 1 else (shard, 1)
     mesh = MeshShape(data=data, stage=stages, shard=shard, context=context, expert=experts, model=tensor)
     to.settings["mesh"] = str(mesh)
+    # Megatron's default: one microbatch on each data parallel rank.
     if "global_batch_size" not in to.settings and "microbatch_size" in to.settings:
         to.set("global_batch_size", {"global_batch_size": to.settings["microbatch_size"] * replicas})
     if "global_batch_size" not in to.settings:
@@ -67,16 +68,19 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
     if to.has("use_distributed_optimizer"):
         to.set("use_distributed_optimizer", {"zero": 1})
     if to.has("use_megatron_fsdp"):
+        # After --use-distributed-optimizer, which Megatron FSDP needs beside it: the later setting wins.
         to.set("use_megatron_fsdp", {"zero": _ZERO_STAGES.get(to.get("data_parallel_sharding_strategy"), 0)})
     if to.has("use_torch_fsdp2"):
         to.set("use_torch_fsdp2", {"zero": 3})
     if to.get("context_parallel_size") > 1:
         kind = to.get("cp_comm_type")
+        # Megatron takes one kind for each layer, mtjax one for all: ring attention only if no layer gathers.
         is_gather = "allgather" in (kind if isinstance(kind, tuple) else (kind,))
         to.set("cp_comm_type", {"context_method": "all-gather" if is_gather else "ring"})
     if "capacity_factor" in to.settings:
         to.unneeded["moe_token_dispatcher_type"] = "with --capacity-factor, tokens are always dispatched by all-to-all"
     elif to.get("expert_model_parallel_size") > 1:
+        # Megatron's default.
         kind = to.given.values.get("moe_token_dispatcher_type", "allgather")
         to.set("moe_token_dispatcher_type", {"expert_dispatch": "all-gather" if kind == "allgather" else "all-to-all"})
     size = to.given.values.get("expert_tensor_parallel_size")
@@ -113,6 +117,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
     if mesh.has_pipeline and to.settings.get("recompute") == "full":
+        # mtjax saves the input of each layer of a stage, with no groups of layers: it is what uniform with 1 does.
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
@@ -129,6 +134,7 @@ def _uneven(to: Translation, layers: int, stages: int, chunks: int) -> int:
     arguments = {**to.given.values, "virtual_pipeline_model_parallel_size": chunks}
     theirs = [[len(part) for part in row] for row in stage_layers(arguments, layers, to.given.source)]
     chunks, ours = len(theirs[0]), tuple(map(sum, theirs))
+    # Chunks of a stage are one stacked array in mtjax, which have equal numbers of layers.
     if any(len(set(row)) > 1 or not row[0] for row in theirs):
         shares = balanced_layers(layers, stages, chunks)
         chunks = chunks if shares else 1

@@ -18,11 +18,14 @@ def tables_of(to: Translation) -> dict[str, dict[str, Any]]:
     """Returns settings by section: those of arguments that were given, and Megatron's defaults if mtjax's differ."""
     defaults = config.to_dict(config.replace(config.Config(), family=to.settings["family"]))
     sections = section_by_setting()
+    # In the order of mtjax's settings, not of the arguments: a config reads like the documentation.
     order = [name for name in sections if name in to.settings]
     found: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for name in order:
         value = to.settings[name]
+        # TOML has no tuples.
         value = list(value) if isinstance(value, tuple) else value
+        # What was given is written even if it is mtjax's default: the config says what the script says.
         if name not in to.implied or value != defaults[sections[name]].get(name):
             found[sections[name]][name] = value
     return {section: table for section, table in found.items() if table}
@@ -56,6 +59,7 @@ def _toml(value: Any) -> str:
     """Formats a value as TOML, a list on one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
+    # tomli_w writes documents, not values.
     return tomli_w.dumps({"value": value}).partition(" = ")[2].strip()
 
 
@@ -93,6 +97,7 @@ def _named(given: GivenArguments, found: dict[str, str]) -> Iterator[tuple[str, 
 def _section(heading: str, rows: Iterable[tuple[str, str]]) -> list[str]:
     """Formats arguments and reasons in two columns; returns no lines if there are no rows."""
     listed = list(rows)
+    # 44: a long argument does not push all reasons off the terminal.
     width = min(max((len(typed) for typed, why in listed if why), default=0), 44)
     lines = [f"  {typed:{width}}  {why}".rstrip() if why else f"  {typed}" for typed, why in listed]
     return [f"{heading}:", *lines] if lines else []

@@ -51,7 +51,9 @@ class Script:
     def __init__(self, text: str, source: str, positional: Sequence[str], variables: dict[str, str]) -> None:
         self.lines: list[CommandLine] = []
         self.notes: list[str] = []
+        # Values of --set: an assignment in the script must not override what the user gave instead.
         self._fixed = frozenset(variables)
+        # No variables of this process's environment: a translation must not depend on where it is made.
         values: dict[str, Value] = {**_scheduler(text), **variables}
         self.variables = Variables(values, positional)
         self._source, self._functions = source, {}
@@ -112,6 +114,7 @@ class Script:
         remaining = self._assign(remaining, variables)
         if first in _DECLARES or not remaining:
             return True
+        # Parentheses of a subshell or of `((` are no words.
         fields = [field for word in remaining if not word.operator for field in variables.fields(word)]
         if not fields:
             return True
@@ -120,6 +123,7 @@ class Script:
         if fields[0] in ("source", "."):
             self._note(words[0], f"{' '.join(map(shown, fields))}: the file is not read")
         if fields[0] in self._functions:
+            # Functions share the script's variables, as in bash without `local`.
             self._read(self._functions[fields[0]], variables.with_arguments(fields[1:]), depth + 1)
             return True
         # bash -c "...": the inner script is interpreted with the same variables.
@@ -220,6 +224,8 @@ class Script:
         """Returns the exit status of a command in a condition; None (unknown) if it would run a program."""
         named = words[1].bare if words[0].bare == "!" and words[1:] else words[0].bare
         # Only the status of builtins is known; programs are not run.
+        # `_command` returns True for a program, as most commands of a script succeed; as a condition that would be a
+        # guess.
         is_decided = named in ("[", "[[", "test", "true", "false", ":")
         return self._command(words, variables, depth) if is_decided else None
 

@@ -10,8 +10,6 @@ from mtjax.errors import UserError
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.megatron import OF_MODEL, TABLE, by_dest
 
-_TEXTS = ("out", "cache_dir")
-"""Settings that are text even if the value looks like a number."""
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *_SENTENCEPIECE)
 
@@ -20,8 +18,9 @@ def translate_plain(to: Translation) -> None:
     """Copies arguments outside the model that have the same value in mtjax."""
     for row in TABLE:
         value = to.get(row.dest)
+        # A switch that is off has no setting: mtjax's defaults are off, too.
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
-            to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
+            to.set(row.dest, {row.setting: value})
     if to.settings.get("valid_batches") == 0:  # disables validation in Megatron
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
@@ -52,6 +51,7 @@ def translate_batches_and_rates(to: Translation) -> None:
                 steps = to.settings[setting]
                 to.differences.append(f"{option_of(setting)} {steps}: {to.get(dest)} samples, rounded to steps")
     if to.has("lr_warmup_fraction"):
+        # Megatron's warmup is a fraction of the decay, whose default length is that of the run.
         steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
         to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
     # It has no effect with other styles.
@@ -79,7 +79,9 @@ def translate_precision(to: Translation) -> None:
     dtype = next(
         (to_dtype for dest, to_dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if to.has(dest)), "float32"
     )
+    # Megatron computes in float32 without either, mtjax in bfloat16: the type is always written.
     to.set(next((dest for dest in ("bf16", "fp16") if to.has(dest)), "bf16"), {"compute_dtype": dtype})
+    # Megatron's arguments have defaults that do not matter, and mtjax refuses a loss scale without float16.
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
@@ -92,6 +94,7 @@ def translate_precision(to: Translation) -> None:
         to.set("grad_reduce_in_bf16", {"grad_reduce_dtype": "bfloat16"})
     if to.has("recompute_activations"):
         to.set("recompute_activations", {"recompute": "selective"})
+    # Older names of recompute.
     if to.has("checkpoint_activations") or to.has("activations_checkpoint_method"):
         method = to.get("activations_checkpoint_method") or "uniform"
         layers = to.get("activations_checkpoint_num_layers")
@@ -104,6 +107,7 @@ def translate_precision(to: Translation) -> None:
         _translate_ends(to)
     _attention(to)
     for row in TABLE:
+        # Those of the model are checked by `unsupported`.
         if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
             if to.get(row.dest) in row.same:
                 to.unneeded.setdefault(row.dest, "the same in mtjax")
@@ -188,6 +192,7 @@ def translate_qk_clip(to: Translation) -> None:
     to.set("qk_clip", {"qk_clip": to.get("qk_clip_threshold")})
     if to.get("qk_clip_alpha") != by_dest()["qk_clip_alpha"].default:
         to.set("qk_clip_alpha", {"qk_clip_alpha": to.get("qk_clip_alpha")})
+    # mtjax refuses the two together.
     if to.settings.get("attention") == "cudnn":
         del to.settings["attention"]
     to.differences.append(
@@ -223,6 +228,7 @@ def translate_data(to: Translation) -> None:
     if shares is None:
         to.settings.pop("split", None)  # Megatron's default is mtjax's
     elif isinstance(shares, tuple):
+        # `--split 969, 30, 1` comes as three words.
         to.settings["split"] = ",".join(str(share).strip(",") for share in shares)
     else:
         to.settings["split"] = str(shares).replace(" ", "")
@@ -242,6 +248,7 @@ def _tokenizer(to: Translation) -> str | None:
         return f"sentencepiece:{model}"
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
+        # A name on the hub looks like a relative folder.
         if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(model)) and path != str(model):
             to.differences.append(
                 f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"

@@ -17,6 +17,7 @@ def translate_training_only(to: Translation) -> dict[str, Any]:
                 to.drop(dest)
             else:
                 settings |= found
+    # mtjax refuses a pattern without a window.
     if "window_layers" in settings and "attention_window" not in settings:
         settings.pop("window_layers")
         to.unneeded["window_attn_skip_freq"] = "without --window-size, Megatron ignores it"
@@ -32,6 +33,7 @@ def _window(value: Any) -> dict[str, Any] | None:
     """Returns the window of `128,0`: a token attends to itself and the 128 before it. None for one with two sides."""
     sizes = as_list(value)
     is_causal = len(sizes) == 2 and all(type(size) is int for size in sizes) and sizes[0] >= 0 and sizes[1] in (0, -1)
+    # mtjax's window counts the token itself, as transformers' does.
     return {"attention_window": sizes[0] + 1} if is_causal else None
 
 
@@ -41,6 +43,8 @@ def _pattern(setting: str, usual: str, last: str) -> Callable[[Any], dict[str, A
     def of(value: Any) -> dict[str, Any] | None:
         if type(value) is int and value > 0:
             return {setting: usual * (value - 1) + last}
+        # Megatron's lists mean opposite things: 1 in no_rope_freq is a layer without RoPE, 1 in window_attn_skip_freq
+        # one with the window.
         letters = {0: usual, 1: last} if setting == "rope_layers" else {0: last, 1: usual}
         found = [letters.get(item) for item in as_list(value)]
         return {setting: "".join(map(str, found))} if found and None not in found else None

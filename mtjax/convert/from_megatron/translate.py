@@ -30,6 +30,9 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     """
     to = Translation(given)
     _check_types(given)
+    # The order matters: the mesh needs the sizes of batches that `translate_plain` copies, the steps of learning rates
+    # need the global batch size, which may follow from the mesh, and each later function removes settings that earlier
+    # ones have copied.
     translate_model(to)
     translate_plain(to)
     mesh = translate_mesh(to)
@@ -42,6 +45,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     translate_output(to)
     for dest in given.values:
         row = by_dest()[dest]
+        # Reported already, with a reason that fits this run.
         if dest in to.unsupported or dest in to.unneeded:
             continue
         # Arguments without a setting: an unsupported feature matters only if it is switched on.
@@ -110,6 +114,7 @@ def _check_types(given: GivenArguments) -> None:
             or (type(row.default) in (int, float) and dest != "moe_layer_freq")
         ):
             wanted = "" if is_number else "a number"
+        # `--lr $LR` with an empty variable leaves the bare argument, whose value True would count as 1.
         elif row.status == "equal" and value is True and row.stores is True and row.default is not False:
             wanted = "followed by a value (a variable may be empty)"
         elif row.status == "equal" and isinstance(value, tuple) and dest not in _SEVERAL:

@@ -50,6 +50,7 @@ class Translation:
     def set(self, dest: str, settings: Mapping[str, Any]) -> None:
         """Sets settings that follow from an argument; they are `implied` if it was not given."""
         self.settings |= settings
+        # An earlier argument may have implied the setting that this one gives.
         self.implied -= set(settings)
         if dest not in self.given.values:
             self.implied |= set(settings)

@@ -9,7 +9,7 @@ from mtjax.config import Model
 from mtjax.config.field_metadata import LAYERS
 from mtjax.convert.model_types.decoder_rows import ModuleNames, decoder_rows
 from mtjax.convert.model_types.family import Json, ModelType, head_json, head_settings
-from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, fields, no_biases
+from mtjax.convert.model_types.parts import ConfigKeys, activation, all_named, always, biases, fields
 from mtjax.convert.model_types.rope import rope
 from mtjax.convert.model_types.value_kinds import Kind
 from mtjax.convert.table import Row, Table
@@ -86,7 +86,7 @@ RMS_NORM = ConfigKeys(
 )
 ROPE = rope()
 SWIGLU = activation()
-NO_BIASES = no_biases()
+NO_BIASES = biases()
 ROTARY = always(position="rope")
 
 LIKE_LLAMA = (SIZES, RMS_NORM, SWIGLU, ROTARY)
@@ -131,8 +131,10 @@ def _settings(parts: tuple[ConfigKeys, ...], defaults: Json, config: Json) -> di
             raise UserError(f"{key} is {values[key]!r}, and must be at least 1")
     settings: dict[str, Any] = {}
     for part in parts:
+        # The later part wins: a type repeats a shared part and then replaces what differs.
         settings |= part.read(values)
     if not settings.get("attention_window"):
+        # mtjax refuses a setting without effect.
         settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
     return settings
 

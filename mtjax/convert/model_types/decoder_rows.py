@@ -89,10 +89,12 @@ def outside_rows(names: ModuleNames) -> tuple[Row, ...]:
     return (
         row("embedding", f"{names.prefix}{names.embedding}.weight", "vocab embed"),
         *_positions(names),
+        # Rows of what a model lacks are not selected, so that types need not say what they don't have.
         *norm("embedding_norm", names.prefix + names.embedding_norm),
         *norm("final_norm", names.prefix + names.final_norm),
         row("output", f"{names.output}.weight", "vocab embed"),
         row("output_bias", f"{names.output}.bias", "vocab"),
+        # transformers' classifiers of all decoders have this name.
         row("head.classifier.weight", "score.weight", "classes embed"),
     )
 
@@ -146,6 +148,7 @@ def rotation_order(names: ModuleNames, model: Model) -> Order:
         return None
     width = head_dim(model)
     rotated = int(width * model.rope_fraction + 1e-6)  # a fraction such as 0.29 of 100 is 28.999...
+    # Of mtjax's channel i, the file's: first the even ones, then the odd ones, then those that are not rotated.
     return "head_dim", (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width))
 
 
@@ -166,6 +169,7 @@ def _separate(names: ModuleNames, model: Model) -> tuple[Row, ...]:
         ) -> Tensor:
             return Tensor(f"{name}.{kind}", dims(f"{heads}*head_dim{inputs}"), part, order=order)
 
+        # Values are not rotated: no order.
         of_all = (tensor(query, "heads", ("qkv", 0)), tensor(key, "heads", ("qkv", 1)))
         rows += [
             Row(f"{ours}.{kind}", (*of_all, tensor(value, "heads", ("qkv", 2), None))),
@@ -182,6 +186,7 @@ def _fused(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of query, key and value in one tensor."""
     heads, keys = model.num_heads, num_kv_heads(model)
     is_grouped = names.qkv_order == "groups"
+    # By parts, the whole tensor is one group.
     queries, shared = (heads // keys, 1) if is_grouped else (heads, keys)
     total = queries + 2 * shared
     ours, name = f"{LAYERS}.attention.qkv", names.in_attention(names.qkv)
@@ -220,6 +225,8 @@ def _head_norms(names: ModuleNames, model: Model) -> tuple[Row, ...]:
                 tensors = tuple(Tensor(one, dims("head_dim"), (axis, i), order=order) for i, one in enumerate(each))
             else:
                 shape = {"head": "head_dim", "each_head": f"{axis} head_dim", "width": f"{axis}*head_dim"}
+                # The weights of a norm are in the order of the channels that it multiplies: those of the rotated ones
+                # are permuted alike.
                 tensors = (Tensor(full, dims(shape[model.qk_norm_scope]), order=order),)
             rows.append(Row(f"{LAYERS}.attention.{kind}_norm.{ours}", tensors))
     return tuple(rows)

@@ -1,4 +1,4 @@
-"""Description of a Hugging Face model family, from which configs are read, written and checked."""
+"""Description of a type of transformers, from which configs are read, written and checked."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +35,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu_exact",
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
+    # As the two above the tanh approximation, with another rounding.
     "gelu_fast": "gelu",
     "relu": "relu",
 }
@@ -89,7 +90,7 @@ class ModelType:
     which alone the table has tensors."""
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
-    empty for a family that keeps them."""
+    empty for a type that keeps them."""
     more_keys: tuple[str, ...] = ()
     """Keys that `read` uses and `fields` and `only` lack, in a type without `keys`."""
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -115,8 +116,10 @@ class ModelType:
           UserError: values are not supported (lists all of them).
         """
         known = {*self.keys, *self.more_keys, *self.only, *(each.theirs for each in self.fields), "architectures"}
+        # All that is wrong is collected before the first error: a config.json is edited by hand, once.
         wrong = of_another_kind(config, known, self.aliases, self.kinds)
         config, contradictions = self.renamed(config)
+        # A value of another kind would be reported again as one that is not supported.
         named = {said.split(" is ")[0] for said in wrong}
         wrong += contradictions
         wrong += [
@@ -125,6 +128,8 @@ class ModelType:
             if key in config and config[key] not in values and key not in named
         ]
         wrong += quantized(config, self.packed)
+        # Of keys that the type does not know, only those that would change the network are refused: most are notes of
+        # the program that saved.
         wrong += foreign(config, known)
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
@@ -133,6 +138,7 @@ class ModelType:
         with naming(source):
             try:
                 return simple | read(config)
+            # What `read` expects is written nowhere else: the key is found by trying.
             except MISREAD as e:
                 if (key := culprit(config, read, e)) is None:
                     raise
@@ -150,6 +156,7 @@ class ModelType:
         named = {**{each.ours: each.theirs for each in self.fields}, **self.named}
         read = {ours: _one_in(config, theirs) for ours, theirs in named.items()}
         keys = {**typed, **{ours: typed.get(theirs, theirs) for ours, theirs in read.items()}}
+        # Not where the names agree, nor where config.json has a key of mtjax's name that means something else.
         keys = {ours: theirs for ours, theirs in keys.items() if theirs != ours not in config}
 
         def both(found: re.Match[str]) -> str:
@@ -185,11 +192,12 @@ class ModelType:
         return head | simple | self.write(model)
 
     def misfits(self, model: Model) -> list[str]:
-        """Returns the settings of a model that this family can't represent: those that don't survive a round trip."""
+        """Returns the settings of a model that this type can't represent: those that don't survive a round trip."""
         try:
             settings = self.model_settings(self.config_json(model), frozenset(), self.model_type)
         except UserError as e:  # such as an activation that the type lacks
             return [str(e)]
+        # A round trip, and no list of what each type supports, which would have to be kept true for every type.
         back = replace(Config(), **settings).model
         # Only padding; determined by the names of tensors; given by the biases of attention and the MLP.
         ignored = ("vocab_multiple", "sentence_order", "bias")
@@ -258,7 +266,7 @@ def head_settings(config: Json, endings: Mapping[str, str] | None = None) -> dic
 
     Args:
       config: the config.json.
-      endings: mtjax's names of heads -> suffixes of classes that the family has in addition to `CLASSIFIER`.
+      endings: mtjax's names of heads -> suffixes of classes that the type has in addition to `CLASSIFIER`.
     """
     names = config.get("architectures") or ()
     for head, ending in (endings or {}).items():
@@ -266,7 +274,9 @@ def head_settings(config: Json, endings: Mapping[str, str] | None = None) -> dic
             return {"head": head} | ({"num_labels": CHOICES} if head == "choices" else {})
     if not any(name.endswith(CLASSIFIER) for name in names):
         return {"head": "language"}
+    # transformers' default: two classes.
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels", 2))
+    # transformers takes one output for a regression where problem_type does not say.
     if config.get("problem_type") == "regression" or labels == 1:
         return {"head": "regression"}
     return {"head": "classification", "num_labels": labels}
@@ -277,7 +287,7 @@ def head_json(model: Model, name: str, architecture: str, endings: Mapping[str, 
 
     Args:
       model: the model, with any head.
-      name: prefix of the classes of its family.
+      name: prefix of the classes of its type.
       architecture: the class with the language head.
       endings: as in `head_settings`; any other head is written as a classifier, which `ModelType.misfits` then rejects.
     """

@@ -59,6 +59,7 @@ _REASONS = {
     "its layers are BERT's, with rotated queries and keys": "gte jina_embeddings_v3 nomic_bert roformer",
     "its layers are Llama's without a causal mask, and its output is not that of a BERT": "eurobert ultrabert",
     "its weights and activations are integers": "ibert",
+    # gpt-sw3's model is GPT-2's code, with another tokenizer.
     "its layers are those of gpt2, which model_type may say": "gpt-sw3",
     "it reads proteins": "esm esmc",
     "its tokens also have embeddings of shape and pronunciation": "roc_bert",

@@ -8,6 +8,7 @@ from typing import Any
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.config.ssm import ssm_groups, ssm_heads
+from mtjax.convert.model_types.family import ACTIVATIONS as PLAIN_ACTIVATIONS
 from mtjax.convert.model_types.family import Json
 from mtjax.errors import UserError
 
@@ -103,6 +104,7 @@ def scaled(
 
     def back(value: float | None) -> float | None:
         found = None if value is None else inverse(read, value, write(value))
+        # An integer where transformers has one: 8.0 would not be its default 8.
         return kind(found) if found is not None and found == int(found) else found
 
     return ConfigKeys(
@@ -115,18 +117,12 @@ def scaled(
 
 def inverse(read: Callable[[float], float], value: float, near: float) -> float:
     """Returns the shortest number at `near` of which `read` gives exactly `value`; `near` if there is none."""
+    # 1 / (1 / 0.07) is 0.07000000000000002: a converted config.json should have the number that was published.
     rounded = [round(near, digits) for digits in range(16)]
     return next((number for number in rounded if number and read(number) == value), near)
 
 
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "gelu_exact",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
+ACTIVATIONS: Mapping[str, str] = {**PLAIN_ACTIVATIONS, "relu2": "relu2"}
 """transformers' names of activations -> mtjax's, in an MLP without a gate."""
 GATES: Mapping[str, str] = {
     "silu": "swiglu",
@@ -154,6 +150,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
         return {"activation": names[values[key]]}
 
     def write(model: Model) -> Json:
+        # Any name for an activation that the type lacks: `ModelType.misfits` reads it back and reports the difference.
         return {key: next((name for name in ordered if names[name] == model.activation), ordered[0])}
 
     return ConfigKeys((key,), read, write)
@@ -189,11 +186,6 @@ def biases(
     return ConfigKeys(keys, read, write)
 
 
-def no_biases() -> ConfigKeys:
-    """Returns the part of a type without biases."""
-    return biases()
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' kinds of layers."""
 
@@ -210,13 +202,13 @@ def repeated(pattern: str, count: int) -> str:
     return (pattern * count)[:count]
 
 
-def window(key: str = "sliding_window") -> ConfigKeys:
+def window() -> ConfigKeys:
     """Returns the part of a window in all layers; null is none."""
     return ConfigKeys(
-        (key,),
-        lambda values: {"attention_window": values[key], "window_layers": "S"},
-        lambda model: {key: model.attention_window},
-        {"attention_window": key},
+        ("sliding_window",),
+        lambda values: {"attention_window": values["sliding_window"], "window_layers": "S"},
+        lambda model: {"sliding_window": model.attention_window},
+        {"attention_window": "sliding_window"},
     )
 
 
@@ -233,6 +225,7 @@ def windows(
 
     def read(values: Json) -> Settings:
         letters = sliding(values, rule)
+        # A window that no layer has: without it, models that compute the same compare as equal.
         if "S" not in letters:
             return {"attention_window": None}
         return {"attention_window": values["sliding_window"], "window_layers": shortest(letters)}
@@ -256,6 +249,7 @@ def used_windows(
     part = windows(rule, *keys, write=write)
 
     def read(values: Json) -> Settings:
+        # transformers sets sliding_window to null as well where use_sliding_window is false.
         return part.read(values if values["use_sliding_window"] else {**values, "sliding_window": None})
 
     def write_all(model: Model) -> Json:
@@ -273,6 +267,7 @@ def sliding(values: Json, rule: Callable[[Json, int], bool]) -> str:
     layers = values["num_hidden_layers"]
     if values["sliding_window"] is None:
         return "F" * layers
+    # Older versions of transformers have only the rule; newer ones write the list, which wins.
     kinds = values.get("layer_types") or [SLIDING if rule(values, i) else FULL for i in range(layers)]
     if other := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
         raise UserError(f"layer_types has {', '.join(other)}, but must have {FULL} or {SLIDING}")
@@ -288,6 +283,7 @@ def window_letters(model: Model) -> str:
 
 def every(count_key: str) -> Callable[[Json, int], bool]:
     """Returns the rule that every N-th layer has full attention, N being the value of a key."""
+    # transformers counts layers from 0, and the last of every N is full.
     return lambda values, layer: (layer + 1) % values[count_key] != 0
 
 

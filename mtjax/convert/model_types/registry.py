@@ -23,7 +23,7 @@ _OTHERS = "use --to mtjax:DIR"
 
 
 def family_of_config(config: Json, source: str) -> ModelType:
-    """Returns the family that a config.json names.
+    """Returns the type that a config.json names.
 
     Raises:
       UserError: it is missing or not supported.
@@ -52,7 +52,7 @@ def _models_inside(config: Json) -> str:
 
 
 def family_of_model(model: Model, original: str | None = None) -> ModelType:
-    """Returns the family that can represent an mtjax model.
+    """Returns the type that can represent an mtjax model.
 
     Args:
       model: the model.
@@ -60,7 +60,7 @@ def family_of_model(model: Model, original: str | None = None) -> ModelType:
         both a `mistral` and a `llama`.
 
     Raises:
-      UserError: there is none; lists the settings that the closest family can't represent.
+      UserError: there is none; lists the settings that the closest type can't represent.
     """
     if not FAMILIES[model.family].hugging_face:
         raise UserError(
@@ -68,7 +68,9 @@ def family_of_model(model: Model, original: str | None = None) -> ModelType:
         )
     if original is not None and original in MODEL_TYPES and not MODEL_TYPES[original].misfits(model):
         return MODEL_TYPES[original]
+    # Only now: a round trip through every type takes longer than through one.
     misfits = {name: family.misfits(model) for name, family in MODEL_TYPES.items()}
+    # The first of several: see the order of MODEL_TYPES.
     name = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[name]:
         closest = original if original in misfits else name

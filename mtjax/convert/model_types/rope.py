@@ -58,7 +58,9 @@ def rope(*more: str, fraction: str = "", theta: str = THETA) -> ConfigKeys:
 
     def read(values: Json) -> Settings:
         rope = rope_object(values)
+        # Inside the object it wins, as in transformers 5, which adds the outer key only where the object lacks it.
         share = float(rope.get(FRACTION, values.get(fraction or FRACTION, 1.0)))
+        # Of a type whose code in transformers does not read it, or rotates the whole head whatever it says.
         if not fraction and share != 1:
             raise UserError(f"{FRACTION} is {share:g}, but this type rotates all of a head")
         return read_rope(values, rope, values[theta], more) | ({"rope_fraction": share} if fraction else {})
@@ -102,11 +104,13 @@ def read_rope(values: Json, rope: Json, theta: float, known: tuple[str, ...] = (
     Raises:
       UserError: the kind of scaling is not supported, or a key is unknown.
     """
+    # `type` is the spelling before transformers 4.43.
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in REQUIRED:
         kinds = ", ".join(name for name in REQUIRED if name != "none")
         raise UserError(f"rope_type is {kind!r}, but must be one of default, {kinds}")
+    # A key that is ignored may be one that changes the angles.
     if unknown := [key for key in rope if key not in KNOWN and key not in known and rope[key] is not None]:
         raise UserError(f"{rope_key(values)} has {', '.join(unknown)}, which mtjax does not support")
     found: dict[str, Any] = {"rope_theta": float(rope.get(THETA, theta)), "rope_scaling": kind}
@@ -119,19 +123,23 @@ def _read_scaling(values: Json, rope: Json, kind: str) -> dict[str, Any]:
     if kind == "dynamic":
         return {"rope_factor": rope["factor"], "rope_original_length": length}
     whole = {key: value for key, value in rope.items() if value is not None}
+    # Phi-3 has it beside the object.
     original = values.get(ORIGINAL) or whole.get(ORIGINAL) or length
     whole[ORIGINAL] = original
     if kind in ("yarn", "longrope"):
+        # transformers' default for these kinds.
         whole.setdefault("factor", length / original)
     for key in ("short_factor", "long_factor"):
         if key in whole:
             whole[key] = tuple(map(float, whole[key]))
     optional = [name for name in OPTIONAL.get(kind, ()) if FACTORS[name] in whole]
     found = {name: whole[FACTORS[name]] for name in (*REQUIRED[kind], *optional)}
+    # DeepSeek's two numbers, which transformers divides by each other unless the factor is given.
     if kind == "yarn" and "rope_attention_factor" not in found and whole.get("mscale") and whole.get("mscale_all_dim"):
         found["rope_attention_factor"] = yarn_scale(whole["factor"], whole["mscale"]) / yarn_scale(
             whole["factor"], whole["mscale_all_dim"]
         )
+    # transformers computes the factor by a logarithm, and takes 1 for lengths that are not extended.
     if kind == "longrope" and found["rope_factor"] <= 1:
         found.setdefault("rope_attention_factor", 1.0)
     return found
@@ -149,6 +157,7 @@ def scaling_object(model: Model) -> dict[str, Any]:
         return {"rope_type": "default"}
     names = (*REQUIRED[kind], *OPTIONAL.get(kind, ()))
     found = {FACTORS[name]: getattr(model, name) for name in names}
+    # The default, which most files do not have.
     if found.get("truncate", True):
         found.pop("truncate", None)
     lists = {key: list(value) for key, value in found.items() if isinstance(value, tuple)}
@@ -166,12 +175,14 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, thet
 
     def read(values: Json) -> Settings:
         nested = {kind: dict((values.get("rope_parameters") or {}).get(kind) or {}) for kind in (FULL, SLIDING)}
+        # transformers 4 scales the layers with full attention alone.
         nested[FULL] |= values.get("rope_scaling") or {}
         default = values[theta] if local_theta is None else local_theta
         full = read_rope(values, nested[FULL], values[theta])
         local = read_rope(values, nested[SLIDING], values.get(local_key, default) if local_key else default)
         if local == full:
             return full
+        # mtjax has a base of their own for layers with a window, and no scaling of their own.
         if local["rope_scaling"] != "none":
             raise UserError("layers with a window have another scaling of RoPE than those without")
         return full | {"rope_local_theta": local["rope_theta"]}

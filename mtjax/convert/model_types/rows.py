@@ -1,4 +1,4 @@
-"""Rows that several families have in common, and the table of a decoder."""
+"""Rows that several types have in common, and the table of a decoder."""
 
 import re
 from dataclasses import replace
@@ -60,6 +60,7 @@ def experts(ours: str, theirs: str, gate: str, up: str, down: str) -> tuple[Row,
 def attention(ours: str, query: str, key: str, value: str) -> tuple[Row, ...]:
     """Maps query, key and value; mtjax has one parameter for all three, or query and key_value with grouped queries."""
     return (
+        # A model has the first two rows or the others: `Table.select`.
         *stacked(f"{ours}.qkv", "qkv", (query, key, value), "embed", "heads*head_dim"),
         *linear(f"{ours}.qkv.query", query, "embed", "heads*head_dim"),
         *stacked(f"{ours}.qkv.key_value", "kv", (key, value), "embed", "kv_heads*head_dim"),
@@ -72,7 +73,7 @@ def decoder(
     """Returns the table of a decoder: embedding, layers, final norm and output, which may be tied to the embedding.
 
     Args:
-      name: transformers' name of the family.
+      name: transformers' name of the type.
       prefix: prefix of all modules except the output.
       words: the embedding's name, after the prefix.
       layer: rows of a layer.
@@ -93,5 +94,6 @@ def decoder(
             row("head.classifier.weight", "score.weight", "classes embed"),
         ),
         ignored=(re.escape(prefix) + ignored,),
+        # A tied output may be saved as well: it must be equal then, and is not read.
         copies={output: f"{prefix}{words}"},
     )

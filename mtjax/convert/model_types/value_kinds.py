@@ -80,6 +80,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # True is an int to Python.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -157,6 +158,7 @@ def _wrong(typed: str, key: str, value: Any, kinds: Mapping[str, Kind]) -> Itera
         what, is_right = kinds.get(key, KINDS[key])
         if not is_right(value):
             yield f"{typed} is {shortened(repr(value))}, but must be {what}"
+        # Objects within config.json, such as rope_parameters, have kinds by the same names.
         elif isinstance(value, dict):
             for inside, each in value.items():
                 yield from _wrong(f"{typed}.{inside}", inside, each, kinds)
@@ -169,6 +171,7 @@ MISREAD = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 def culprit(config: Json, read: Callable[[Json], Any], error: Exception) -> str | None:
     """Returns the key whose removal makes `read` succeed (for a null: also one whose removal changes the error), nulls
     first; None if there is none."""
+    # Nulls first: a null where a number is needed is the usual fault, and removing another key may hide it.
     for key in sorted(config, key=lambda key: config[key] is not None):
         try:
             read({name: value for name, value in config.items() if name != key})

@@ -47,14 +47,6 @@ class BatchSchedule:
                 return steps + fit
             consumed, steps = consumed + left * size, steps + left
 
-    def consumed(self, step: int) -> int:
-        """Returns the number of samples that the first `step` steps of a run consume."""
-        return self.advance(0, step)
-
-    def step(self, consumed: int) -> int:
-        """Steps of a run that took `consumed` samples."""
-        return self.steps_between(0, consumed)
-
     def batch_sizes(self) -> tuple[int, ...]:
         """Returns every batch size that can occur, ascending: each is a shape to compile."""
         return self.sizes
@@ -68,6 +60,7 @@ class BatchSchedule:
         size = self.sizes[phase]
         if phase + 1 == len(self.sizes):
             return size, None
+        # Rounded up: the step that begins before the next size is reached still has this size, and may end beyond.
         return size, -(-(self.starts[phase + 1] - consumed) // size)
 
 
@@ -112,14 +105,13 @@ def batch_schedule(training: Training) -> BatchSchedule:
 
 
 def _reaches(increment: int, samples: int, increments: int) -> int:
-    """Returns the fewest consumed samples after `increment` increments: floor(consumed / (samples/increments)).
-
-    In floating point, as Megatron divides, so that both change size at the same sample.
-    """
+    """Returns the fewest consumed samples after `increment` increments: floor(consumed / (samples/increments))."""
 
     def passed(consumed: int) -> int:
+        # In floating point, as Megatron divides: both change the size at the same sample.
         return increments if consumed > samples else int(consumed / (samples / increments))
 
+    # Exact, and so beside the result where the division rounds.
     guess = samples * increment // increments
     while passed(guess) >= increment:
         guess -= 1

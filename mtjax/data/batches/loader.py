@@ -62,14 +62,13 @@ class StepBatches:
             return stack([self.dataset[int(row)] for row in rows])
 
         batch = within(self.timeout, read, f"reading samples {rows[0]} to {rows[-1]}")
+        # Dropout's keys are made from it.
         batch["sample_index"] = rows.astype(np.uint32)
         return batch
 
 
 def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
     """Returns the result of `work`, which is abandoned when it takes too long.
-
-    A thread that waits for a dead disk can't be ended, and would keep the process from exiting if it were not a daemon.
 
     Raises:
       UserError: it takes longer than `seconds`.
@@ -82,6 +81,7 @@ def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
         except BaseException as e:  # raised again below, in the thread that waits
             results.put(e)
 
+    # Not a pool, whose threads Python joins at exit: one that waits for a dead disk can't be ended.
     threading.Thread(target=run, daemon=True).start()
     try:
         result = results.get(timeout=seconds)
@@ -103,6 +103,7 @@ class Loader(Iterator[Sample]):
     def __init__(self, source: StepBatches, num_workers: int, timeout: float) -> None:
         self._timeout = timeout
         self._workers = num_workers
+        # Before workers start, so that only those of this loader are ever killed.
         self._other_children = set(multiprocessing.active_children())
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)
         dataset = grain.MapDataset.source(source).to_iter_dataset(options)
@@ -114,6 +115,7 @@ class Loader(Iterator[Sample]):
             by_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
             dataset = grain.experimental.WithOptionsIterDataset(dataset, by_pipe).mp_prefetch(workers)
         self._batches = dataset.__iter__()
+        # One: grain prefetches already.
         self._ready: queue.Queue[Sample | Exception] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
         self._over: Exception | None = None
@@ -173,6 +175,7 @@ class Loader(Iterator[Sample]):
             return
         self._closed.set()
         self._over = self._over or StopIteration()
+        # Also in a thread: it joins grain's threads, which may wait for a dead disk.
         closing = threading.Thread(target=self._batches.close, daemon=True)
         closing.start()
         for thread in (closing, self._pump):

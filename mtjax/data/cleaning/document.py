@@ -24,6 +24,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import require
 
 EXCERPT = 80
+# Not that of `documents`, which reads long integers as 0: other keys are copied to the output.
 _DECODER = json.JSONDecoder()
 
 
@@ -105,22 +106,28 @@ class Cleaner:
                 errors.append((line, document.message))
                 continue
             row, original = document
+            # Before the repair: an id decides, whatever the text. str, as ids in a list of lines are text, and in JSON
+            # may be numbers.
             if str(value_at(row, options.id_key)[0]) in options.removed_ids:
                 drops.append(Drop(line, "on a removal list", original[:EXCERPT]))
                 continue
             text = self._fix(original)
             try:
+                # Behind the repair, which may put halves of surrogate pairs together.
                 check_characters(text, options.key)
             except ValueError as e:
                 errors.append((line, str(e)))
                 continue
             repaired += text != original
+            # Other keys stay as they are: a cleaned corpus keeps its metadata.
             kept.append((line, with_value(row, options.key, text), text))
+        # All texts of a chunk at once, over which a tokenizer runs faster.
         counts = self._count([text for _, _, text in kept])
         long = [document for document, n in zip(kept, counts, strict=True) if n >= options.min_tokens]
         for (line, _, text), n in zip(kept, counts, strict=True):
             if n < options.min_tokens:
                 drops.append(Drop(line, f"shorter than {options.min_tokens} tokens", text[:EXCERPT]))
+        # Those on removal lists were dropped before the short ones of earlier lines.
         drops.sort(key=lambda drop: drop.line)
         rows = [_line(row) for _, row, _ in long]
         lines = np.array([line for line, _, _ in long], np.int64)
@@ -149,6 +156,7 @@ def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str
     if not is_json:
         return {key: text}, text
     row = json_object(text, _DECODER)
+    # A list becomes one string: cleaned documents are written with one.
     return row, "\n".join(strings_at(row, key))
 
 

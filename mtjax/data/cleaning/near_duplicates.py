@@ -11,10 +11,13 @@ import numpy as np
 
 from mtjax.data.cleaning.minhash import PERMUTATIONS, mix
 
+# With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999. Fewer
+# rows would find more pairs, and compare more for nothing.
 ROWS = 5
 BANDS = PERMUTATIONS // ROWS
 DOCUMENTS_AT_A_TIME = 1 << 16
 PAIRS_AT_A_TIME = 1 << 15
+# In a bucket, documents are compared with its first ones: that bounds the work which a much repeated text causes.
 COMPARED_WITH = 32
 
 
@@ -38,9 +41,6 @@ def find_duplicates(
 ) -> list[Duplicate]:
     """Finds documents that are more similar than `threshold` to an earlier one that is retained.
 
-    With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999.
-    In a bucket, documents are compared with its first 32: that bounds the work a much repeated text can cause.
-
     Args:
       signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.
       threshold: Jaccard similarity above which the later document is dropped.
@@ -50,6 +50,8 @@ def find_duplicates(
     pairs, similarity = np.empty((0, 2), np.int64), np.empty(0)
     for band in range(BANDS):
         candidates = _candidates(_band_hashes(signatures, band))
+        # Pairs that an earlier band has found similar are not compared again; those that were not similar are, which
+        # costs less than to remember them.
         new = candidates[~np.isin(_keys(candidates), _keys(pairs))]
         similar, values = _similar_pairs(signatures, new, threshold)
         pairs, similarity = np.concatenate([pairs, similar]), np.concatenate([similarity, values])
@@ -76,6 +78,8 @@ def _band_hashes(signatures: np.ndarray, band: int) -> np.ndarray:
 
 def _candidates(hashes: np.ndarray) -> np.ndarray:
     """Returns int64[pairs, 2]: (earlier, later) documents in one bucket, the earlier among the bucket's first."""
+    # Stable: within a bucket, documents stay in the order of the corpus, so that the earlier of a pair is the one that
+    # is kept.
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.empty(0, bool)
@@ -103,6 +107,7 @@ def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
     """Drops, in order of the corpus, documents similar to a retained one; dropped ones are not compared with."""
+    # By the later document: when it is decided on, all earlier ones have been.
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):

@@ -30,6 +30,7 @@ def grams_of(name: str, texts: list[str]) -> TestGrams:
     """Returns the word 8-grams of a test set; texts with fewer words have none."""
     shingles = Shingles(OVERLAP_WORDS)
     parts = [hashes for text in texts if len(hashes := long_grams(shingles, text))]
+    # An empty array in front: concatenate needs one.
     unique, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]), return_counts=True)
     return TestGrams(name, unique, counts)
 
@@ -45,6 +46,7 @@ def found_in(grams: TestGrams, hashes: np.ndarray) -> np.ndarray:
     """Returns the indices in `grams.unique` of those that are among a document's hashes."""
     if len(grams.unique) == 0 or len(hashes) == 0:
         return np.empty(0, np.int64)
+    # The minimum keeps the index of hashes above all of the test set's in range; the comparison drops them.
     at = np.minimum(np.searchsorted(grams.unique, hashes), len(grams.unique) - 1)
     return np.unique(at[grams.unique[at] == hashes])
 

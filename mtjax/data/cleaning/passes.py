@@ -84,6 +84,7 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     Raises:
       UserError: a file can't be read, or a document can't be used.
     """
+    # First: a test set that can't be read must not be found out after hours.
     tests = [grams_of(path, _texts_of(path, job)) for path in expand(job.overlap_with)]
     seen = _Seen(folder)
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
@@ -106,11 +107,13 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
 
 def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
     cleaner = Cleaner(job.options)
+    # All columns of tables, which are copied to the output.
     fields = TextFields((job.options.key,), job.key_named, others=True)
     with ExitStack() as stack:
         rows = stack.enter_context(seen.rows.open("wb"))
         signatures = stack.enter_context((seen.folder / "signatures").open("wb"))
         positions = stack.enter_context((seen.folder / "positions").open("wb"))
+        # Ahead of all documents: what resembles a removed one comes later, and is what is dropped (`protected`).
         for path in job.remove_like:
             signed = cleaner.sign([text for text in _texts_of(path, job) if text.strip()])
             signatures.write(signed.tobytes())
@@ -118,6 +121,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
         progress = stack.enter_context(BytesProgress("cleaning", sum(total_bytes(p) for p in job.paths)))
         before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
         results = map_in_order(cleaner, chunks(job.paths, None, fields), job.workers)
+        # Ends the worker processes also where a line ends the run.
         stack.callback(results.close)
         text_bytes = 0
         for chunk, result in results:
@@ -138,6 +142,7 @@ def _count(job: CleanJob, chunk: DocumentChunk, result: CleanedChunk, seen: _See
     for drop in result.drops:
         _write_drop(dropped, chunk.path, drop)
     seen.reasons.update(drop.reason for drop in result.drops)
+    # Counter keeps a key with 0, which the report would list.
     if result.errors:
         seen.reasons[UNUSABLE] += len(result.errors)
     seen.kept += len(result.rows)
@@ -153,6 +158,7 @@ def _write_drop(file: IO[str], path: str, drop: Drop, **more: Any) -> None:
 def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray:
     """Returns bool[kept]: which rows are dropped, each reported with the document that it resembles."""
     gone = np.zeros(seen.kept, bool)
+    # No similarity is above 1.
     if job.jaccard >= 1:
         return gone
     signatures, positions = seen.signatures(), seen.positions()
@@ -184,6 +190,7 @@ def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[T
     with _open_output(seen.folder / job.output.name) as out:
         staying = _staying(seen, gone, out)
         if not tests:
+            # Reading it writes the rows: without a test set nothing else does.
             for _ in staying:
                 pass
             return marks
@@ -201,6 +208,7 @@ def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Document
         rows = [row for i, row in enumerate(chunk.documents, start=number) if not gone[i]]
         number += len(chunk.documents)
         out.writelines(rows)
+        # Written before it is searched: the order of the output does not depend on the workers.
         yield replace(chunk, documents=rows)
 
 

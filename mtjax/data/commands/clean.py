@@ -114,8 +114,10 @@ def _read_ids(paths: Sequence[Path]) -> frozenset[str]:
 
 def _clean_into_place(job: CleanJob) -> dict[str, Any]:
     """Cleans in a hidden folder next to the output, and renames what came out; leaves nothing behind on failure."""
+    # Beside the output, so that the last step is a rename within one file system.
     folder = job.output.with_name(f".{job.output.name}.{os.getpid()}.cleaning")
     try:
+        # Before hours of work, which would end at a folder that can't be written.
         job.output.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as e:
@@ -124,6 +126,7 @@ def _clean_into_place(job: CleanJob) -> dict[str, Any]:
         report = clean(job, folder)
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         for name, final in (("dropped.jsonl", ".dropped.jsonl"), ("report.json", ".report.json")):
+            # The corpus comes last: where it is, its report is, too.
             (folder / name).replace(Path(f"{job.output}{final}"))
         (folder / job.output.name).replace(job.output)
     finally:

@@ -66,6 +66,7 @@ def counts_table(dataset: IndexedDataset) -> Table:
 def histogram(values: np.ndarray, name: str, bins: int = 12) -> Text:
     """Draws a histogram of non-negative integers over powers of two, one line per bin."""
     top = max(1, int(values.max(initial=1)).bit_length())
+    # Lengths of documents spread over orders of magnitude.
     edges = np.unique(np.concatenate([[0, 1], 2 ** np.arange(max(1, top - bins), top + 1)]))
     counts = np.histogram(values, np.append(edges, edges[-1] * 2))[0]
     text = Text(f"{name}\n", style="bold")
@@ -86,4 +87,5 @@ def excerpt(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer | None, len
     more = " ..." if len(tokens) > length else ""
     if tokenizer is None:
         return " ".join(map(str, shown)) + more
+    # An excerpt is shown also of a damaged dataset: `verify` says what is wrong.
     return tokenizer.decode([t for t in shown if 0 <= t < tokenizer.vocab_size]) + more

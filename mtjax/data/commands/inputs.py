@@ -22,6 +22,7 @@ def with_all(argv: Sequence[str] | None, *options: str) -> list[str]:
     for word in sys.argv[1:] if argv is None else argv:
         option, equals, value = word.partition("=")
         name = option.replace("_", "-")
+        # argparse, on which tyro is built, keeps the last occurrence alone.
         if name in options:
             if name not in values:
                 places.append((len(words), name))
@@ -32,6 +33,7 @@ def with_all(argv: Sequence[str] | None, *options: str) -> list[str]:
         else:
             current = None
             words.append(word)
+    # From the back, so that earlier places keep their numbers.
     for at, name in reversed(places):
         words[at:at] = [name, *values[name]]
     return words
@@ -49,6 +51,7 @@ def input_files(values: Sequence[str]) -> list[str]:
     for value in values:
         try:
             files += expand([value])
+        # As it is typed first: a path may have commas.
         except UserError:
             pieces = [piece for word in split_words(value) for piece in word.pieces]
             if pieces == [value]:

@@ -41,6 +41,7 @@ def with_own_names(argv: Sequence[str]) -> tuple[list[str], str | None]:
     words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
+        # tyro takes underscores for dashes, too.
         name = option.replace("_", "-")
         if name in NO_EQUAL:
             raise UserError(f"{option} is Megatron-LM's: {NO_EQUAL[name]}")
@@ -74,6 +75,7 @@ def tokenizer_of(given: Mapping[str, str]) -> str:
       UserError: there is no equal, or an argument is missing.
     """
     vocabulary, merges = given.get("--vocab-file"), given.get("--merge-file")
+    # Only GPT-2's tokenizer has a file of merges.
     kind = given.get("--tokenizer-type") or ("GPT2BPETokenizer" if merges else None)
     if kind is None:
         raise UserError(f"{next(iter(given))} needs --tokenizer-type: one of {', '.join(TYPES)}")
@@ -81,6 +83,8 @@ def tokenizer_of(given: Mapping[str, str]) -> str:
         return f"gpt2:{_gpt2(_needed(kind, vocabulary, '--vocab-file'), _needed(kind, merges, '--merge-file'))}"
     if kind in BERT:
         path = _needed(kind, vocabulary, "--vocab-file")
+        # `bert:` decides by the words of the file. Where the argument says otherwise, other tokens would come out than
+        # Megatron's.
         if Path(path).is_file() and is_cased(Path(path)) != BERT[kind]:
             has = "has words with capitals" if is_cased(Path(path)) else "has no word with capitals"
             raise UserError(f"--tokenizer-type {kind}: {path} {has}, so it is read as {_other(kind)}: say that")
@@ -122,6 +126,7 @@ def _gpt2(vocabulary: str, merges: str) -> Path:
         raise UserError(f"{missing} does not exist")
     folder = files[0].parent
     is_known = any((folder / one, folder / other) == files for one, other in GPT2_PAIRS)
+    # `gpt2:FOLDER` takes the first pair of names that a folder has, which must be the two that were named.
     if not is_known or gpt2_files(folder) != files:
         raise UserError(
             f"--vocab-file {vocabulary} and --merge-file {merges} must be encoder.json and vocab.bpe, vocab.json and "

@@ -45,13 +45,16 @@ def run(options: Options) -> None:
     """
     jobs = _jobs(options)
     for inputs, output in jobs:
+        # A dataset is mapped while it is read; writing over it would end the process.
         if any(Path(prefix).absolute() == output.absolute() for prefix in inputs):
             raise UserError(f"{output} is one of the inputs, and can't be the output too")
     if not options.overwrite:
         refuse_existing([output for _, output in jobs])
+    # All are opened, and so checked, before the first is written.
     opened = [(in_order([IndexedDataset(prefix) for prefix in inputs]), output) for inputs, output in jobs]
     for datasets, output in opened:
         merge(datasets, output)
+        # Opened again, which checks what was written.
         merged = IndexedDataset(output)
         print(f"{bin_path(output)}: {merged.num_tokens:,} tokens in {len(merged):,} sequences, {merged.dtype}")
 

@@ -29,8 +29,7 @@ CONNECT_SECONDS = 10.0
 def run_on_ray(options: Options) -> None:
     """Preprocesses as the options say, each part as a task of one core, and merges the parts.
 
-    The folders of input and output must be the same on all machines, and mtjax installed there. The number of parts
-    depends on the text alone, so the same command continues with what is complete, on any cluster.
+    The folders of input and output must be the same on all machines, and mtjax installed there.
 
     Raises:
       UserError: Ray is not installed or not there, a part can't be made, or the output exists.
@@ -41,6 +40,7 @@ def run_on_ray(options: Options) -> None:
     if options.part is not None:
         raise UserError("--part and --ray exclude each other: --ray runs all parts")
     paths = input_files(options.input)
+    # Of the text alone, not of the cluster: the same command continues with the parts that are complete.
     of = options.parts or _default_parts(paths)
     options = replace(
         options,

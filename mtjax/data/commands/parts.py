@@ -15,6 +15,7 @@ from mtjax.errors import UserError
 
 SHOWN = 20
 """Parts that are listed one by one."""
+# 24 times the default of --save-every.
 SILENT = 120.0
 """Seconds without news after which a part that is not complete is taken for interrupted."""
 

@@ -107,6 +107,7 @@ def run(options: Options) -> None:
     if options.parts is not None:
         raise UserError(f"--parts {options.parts} needs --ray; one part on this machine is --part 1/{options.parts}")
     job = job_of(options)
+    # A job of an array that is submitted again finds most parts complete.
     if job.part is not None and not options.overwrite and made_already(job):
         say(f"{job.part} is complete already; --overwrite makes it again")
     else:
@@ -157,6 +158,7 @@ def made_already(job: PreprocessingJob) -> bool:
     assert job.part is not None
     records = [record_of(job.part, key, job.options, job.on_error, job.paths) for key in job.outputs]
     made = all(is_made(record, job.outputs[record.key], job.tokenizer) for record in records)
+    # A record beside finished files: the run was interrupted between two of its keys.
     return made and ResumeRecord(job.outputs, job.identity).read() is None
 
 
@@ -168,6 +170,7 @@ def run_job(options: Options, job: PreprocessingJob) -> None:
     """
     outputs = job.outputs
     record = ResumeRecord(outputs, job.identity)
+    # What exists may be an output of the run that is continued.
     if not options.overwrite and (record.read() is None or not options.resume):
         refuse_existing(list(outputs.values()))
     if not options.resume:
@@ -186,8 +189,10 @@ def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
     """Returns all that the output depends on: a run with another identity does not continue these partial files."""
     statuses = [Path(path).stat() if "://" not in path else None for path in paths]
     files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
+    # Without the number of workers, on which no byte depends.
     chosen = [options.text_key, options.append_eod, options.split_sentences, options.language, options.on_error]
     chosen += [options.eod_token, options.parse_special]
+    # Sizes and times, not contents: to hash a corpus would take as long as to read it.
     return {"files": files, "tokenizer": digest_of(options.tokenizer), "options": chosen}
 
 

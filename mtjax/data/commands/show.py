@@ -80,5 +80,6 @@ def _open(corpus: IndexedDataset, tokenizer: Tokenizer, options: Options) -> Dat
         eod_mask_loss=options.eod_mask_loss,
     )
     family = samples_of(options.kind)
+    # One sample is requested, so that the text is gone through once; no cache, as nothing is worth keeping.
     share = Share(corpus, (0, family.items(corpus)), "train", 1, tokenizer)
     return family.open(config, share)

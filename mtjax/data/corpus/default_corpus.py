@@ -20,18 +20,18 @@ from mtjax.errors import UserError
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
+# Raised when the corpus changes, so that cached tokens of the former one are not taken for it.
 VERSION = 3
 
 
 def identity() -> dict[str, object]:
     """Returns what the corpus depends on: the key of everything that is computed from it."""
+    # The path, too: two builds of one version may have other modules.
     return {"corpus": "python", "version": VERSION, "python": sys.version, "root": str(_library())}
 
 
 def documents() -> list[str]:
     """Returns all documents, about 2.7 MB of text, in a fixed order.
-
-    They are shuffled, because the split into training and validation text goes by position.
 
     Raises:
       UserError: this Python came without its sources.
@@ -40,8 +40,11 @@ def documents() -> list[str]:
     sources = [p for p in sorted(library.rglob("*.py")) if not SKIPPED_FOLDERS & set(p.relative_to(library).parts)]
     texts = [*_reference(), *_built_in_docstrings(), *(_docstrings(path) for path in sources)]
     texts = [text for text in texts if text.strip()]
+    # Some distributions ship bytecode alone, in which the sources' docstrings can't be found.
     if sum(map(len, texts)) < 1_000_000:
         raise UserError(f"this Python came without its sources ({_library()}); give text to train on with --data FILE")
+    # The split into training and validation text goes by position: in the order of paths, validation text would be the
+    # last modules of the alphabet.
     random.Random(0).shuffle(texts)
     return texts
 
@@ -88,6 +91,7 @@ def _reference() -> Iterator[str]:
 def _built_in_docstrings() -> Iterator[str]:
     """Yields a document per module written in C: its docstring and those of its functions and classes."""
     for name in sorted(sys.builtin_module_names):
+        # `_xx...` are CPython's modules for its own tests.
         if name.startswith("_xx") or name == "__main__":
             continue
         module = importlib.import_module(name)

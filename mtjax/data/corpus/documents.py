@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mtjax.errors import UserError, lone_surrogate, require
 
+# Far below Python's limit of 4,300 digits, and far above a number that means something.
 LONGEST_INTEGER = 600
 COUNTED_AT_A_TIME = 1 << 22
 DEEPEST = 3
@@ -94,11 +95,14 @@ def parsed(chunk: DocumentChunk, parse: Callable[[bytes], Value]) -> Iterator[tu
     for number, document in enumerate(chunk.documents):
         if number in faults:
             yield line, Fault(faults[number])
+        # Blank lines are no documents, and no errors: many files end with one.
         elif document.strip():
             try:
                 yield line, parse(document)
+            # RecursionError: a line of a million brackets is not a reason to end a run that skips bad lines.
             except (ValueError, RecursionError) as e:
                 yield line, Fault(str(e))
+        # Plain text has documents of several lines; blank ones are counted, too.
         line += document.count(b"\n")
 
 
@@ -124,6 +128,7 @@ def decode(document: bytes) -> str:
       ValueError: it is another encoding.
     """
     try:
+        # A byte order mark at the start of a file is not a character of its first document.
         return document.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(
@@ -187,9 +192,11 @@ def value_at(row: Any, key: str) -> tuple[Any, bool]:
     """Returns the value under a key, and whether there is one: under the key as it is, else under its parts."""
     if not isinstance(row, dict):
         return None, False
+    # A key with a dot in its name wins over a nested one.
     if key in row:
         return row[key], True
     for at in (at for at, character in enumerate(key) if character == "."):
+        # `a.b.c` may be c inside `a.b`, or b.c inside `a`: the shortest first key that leads to a value wins.
         value, found = value_at(row.get(key[:at]), key[at + 1 :])
         if found:
             return value, True
@@ -244,10 +251,12 @@ def check_layout(path: str, head: bytes) -> None:
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     first, _, more = text.partition("\n")
     is_line = _is_json(first)
+    # A list on the first line with more lines behind it is a row that is refused on its own, by its line.
     if text.startswith("[") and not (is_line and more.strip()):
         raise UserError(
             f"{path} is a JSON array, and must have one object per line: convert it with jq -c '.[]' FILE > NEW.jsonl"
         )
+    # A first line that is merely broken is reported by its number instead.
     if text.startswith("{") and not is_line and (_first_object_end(text) > len(first) or first.strip() == "{"):
         raise UserError(
             f"{path} has pretty-printed JSON, and must have one object per line: convert it with "

@@ -63,6 +63,7 @@ class ChunkEncoder:
         for key in self._options.keys:
             parts = [self._sequences(row[key]) for row in rows]
             documents = _encode(parts, self._tokenizer, self._options)
+            # In the worker, so that a pipe carries 2 bytes a token and not a list of Python integers.
             arrays[key] = _join(documents, token_dtype(self._tokenizer.vocab_size))
         return EncodedChunk(arrays, len(rows), chunk.end - chunk.start, errors)
 
@@ -84,11 +85,14 @@ def _texts(chunk: DocumentChunk, keys: Sequence[str]) -> tuple[list[dict[str, li
 def _encode(documents: list[list[str]], tokenizer: Tokenizer, options: EncodeOptions) -> list[list[list[int]]]:
     """Returns the ids of each sentence of each document; empty sentences are dropped, as Megatron does."""
     encode = tokenizer.encode_batch_marked if options.parse_special else tokenizer.encode_batch
+    # All sentences of a chunk in one call, over which the library's threads work.
     flat = iter(encode([sentence for document in documents for sentence in document]))
     encoded = [[ids for ids in (next(flat) for _ in document) if ids] for document in documents]
     if options.append_eod:
         for document in encoded:
+            # As in Megatron: a document without text has no end either.
             if document:
+                # Within the last sentence, as Megatron writes it: `lengths` counts it.
                 document[-1].append(tokenizer.eod)
     return encoded
 

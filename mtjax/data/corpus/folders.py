@@ -28,6 +28,7 @@ def files_in(folder: str, names: Sequence[str], read: Callable[[str], bytes]) ->
     Raises:
       UserError: it has none, or those of several splits; says which to name.
     """
+    # Hidden files, and those that programs put beside data, such as Spark's _SUCCESS.
     visible = [name for name in names if not any(part[0] in "._" for part in PurePosixPath(name).parts)]
     if SPLITS in visible:
         splits = [str(split) for split in _object(folder, SPLITS, read).get("splits") or []]
@@ -38,6 +39,7 @@ def files_in(folder: str, names: Sequence[str], read: Callable[[str], bytes]) ->
         raise UserError(
             f"{folder} has several splits: name one of {', '.join(f'{folder}/{split}' for split in splits)}"
         )
+    # Before files are looked for: the record says which belong to the dataset, and in which order.
     if STATE in visible:
         listed = _object(folder, STATE, read).get("_data_files") or []
         files = [str(entry["filename"]) for entry in listed if isinstance(entry, dict) and "filename" in entry]

@@ -27,6 +27,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Megatron's limit (`DType.optimal_dtype`).
 UINT16_VOCAB = 65_500
 SAMPLES, SAMPLED = 64, 1024
 """Parts of a `.bin`, and bytes of each, from which a digest of its content is made."""
@@ -86,6 +87,7 @@ class IndexedDataset:
         self._tokens = _map(tokens)
         check_index(path, self.dtype, self.lengths, self.offsets, self.documents, tokens, len(self._tokens))
         self.meta = read_meta(self.prefix)
+        # Of the index alone, which is small; the tokens are compared by `mtjax data verify`.
         if self.meta is not None and self.meta.idx_crc32 != zlib.crc32(index):
             raise UserError(
                 f"{path} is corrupted: its checksum is not the one in {meta_path(self.prefix)} (delete that file if "
@@ -102,6 +104,7 @@ class IndexedDataset:
         """Tokens of sequence `index`, `length` of them from `offset` on (to its end when None): a read-only view."""
         size = int(self.lengths[index])
         length = size - offset if length is None else length
+        # numpy would read the tokens of the next sequence.
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(f"tokens {offset}..{offset + length} of sequence {index}, which has {size}")
         start = int(self.offsets[index]) + offset * self.dtype.itemsize
@@ -128,11 +131,9 @@ class IndexedDataset:
         return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
 
     def content(self) -> str:
-        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`.
-
-        A corpus may have terabytes, so not every token is read: one that was replaced, grown or encoded anew differs.
-        """
+        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`."""
         hashed = hashlib.blake2b(f"{self.fingerprint()} {len(self._tokens)}".encode(), digest_size=16)
+        # A corpus may have terabytes: a part of the tokens distinguishes one that was replaced, grown or encoded anew.
         for start in np.linspace(0, max(0, len(self._tokens) - SAMPLED), SAMPLES, dtype=np.int64):
             hashed.update(self._tokens[int(start) : int(start) + SAMPLED])
         return hashed.hexdigest()
@@ -206,11 +207,12 @@ def check_index(
         size = lengths[at : at + CHUNK].astype(np.int64)
         if size.min() < 0:
             raise UserError(f"{path} is corrupted: sequence {at + int(np.argmin(size))} has {size.min()} tokens")
+        # Megatron reads each sequence at its offset, and `flat` reads across sequences: only without gaps is it the
+        # same text.
         ends = total + np.cumsum(size * dtype.itemsize)
         wrong = offsets[at : at + CHUNK] != ends - size * dtype.itemsize
         if wrong.any():
             sequence = at + int(np.argmax(wrong))
-            expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
             expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
             raise UserError(
                 f"{path} is corrupted: sequence {sequence} starts at byte {offsets[sequence]}, and should at {expected}"
@@ -240,9 +242,6 @@ def prefix_of(name: str) -> str:
 def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> np.ndarray:
     """Joins ids to int32[tokens] and refuses those that the vocabulary doesn't have.
 
-    A wrong tokenizer or a corrupted file would train on garbage. Checks come before the cast, which would make another
-    token of 2^33 + 5 or of 2.5.
-
     Args:
       parts: ids as the corpus holds them, in any of its types.
       vocab_size: ids are below this.
@@ -252,6 +251,7 @@ def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> n
       UserError: names the first id that is wrong.
     """
     ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    # Before the cast to int32, which would make another token of 2^33 + 5 or of 2.5.
     wrong = ~((ids >= 0) & (ids < vocab_size))  # of a NaN, too
     if ids.dtype.kind == "f":
         wrong |= ids != np.floor(ids)

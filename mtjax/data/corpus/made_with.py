@@ -29,6 +29,7 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
     if meta.tokenizer_digest is not None:
         if meta.tokenizer_digest != content_digest(tokenizer):
             raise _other(prefix, meta, name, tokenizer, None)
+        # A note, no error: the ids mean the same text, and only where documents end is read differently.
         return _other_end(prefix, meta, name, tokenizer)
     # A record of an earlier version has the tokenizer's path, its size and its end of document.
     if meta.vocab_size not in (None, tokenizer.vocab_size) or meta.eod not in (None, tokenizer.eod):
@@ -71,6 +72,7 @@ def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
     """
     doubt = None
     (first, one), *others = corpora
+    # Not of a lone corpus, for which a tokenizer would be opened for nothing.
     digest = digest_in(one) if others else None
     for prefix, other in others:
         digests = (digest, digest_in(other))
@@ -106,6 +108,7 @@ def _recorded_tokenizer(meta: Meta) -> Tokenizer | None:
     if meta.tokenizer is None or not path_of(meta.tokenizer).exists():
         return None
     tokenizer = open_tokenizer(meta.tokenizer)
+    # Of another size, the file was replaced since: it can't tell what made the corpus.
     return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
 
 

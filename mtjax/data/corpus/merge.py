@@ -27,11 +27,13 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
       UserError: only some are multimodal, they were made with different tokenizers, their types don't go together, or
         the tokens of one are not those that its checksum is of.
     """
+    # An empty part of a run says nothing about modes.
     multimodal = {dataset.modes is not None for dataset in datasets if len(dataset)}
     if len(multimodal) > 1:
         raise UserError("some of the datasets have modes (multimodal data) and some have none; they can't be merged")
     recorded = _common_tokenizer(datasets)
     dtype = _common_dtype(datasets)
+    # For its lock: without an identity nothing is saved.
     record = ResumeRecord({"": output}, None)
     with record.locked():
         try:
@@ -44,6 +46,8 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
                     crc = 0
                     for piece in _pieces(dataset):
                         writer.add(*piece)
+                        # On the way, as all tokens are read anyway: a damaged input must not become an output with a
+                        # valid checksum.
                         crc = zlib.crc32(piece[0].data, crc)
                         done += piece[0].nbytes
                         progress.update(done, done)
@@ -77,6 +81,7 @@ def _common_tokenizer(datasets: Sequence[IndexedDataset]) -> TokenizerRecord:
 def _common_dtype(datasets: Sequence[IndexedDataset]) -> np.dtype[Any]:
     dtype = np.result_type(*(dataset.dtype for dataset in datasets)).newbyteorder("<")
     names = sorted({str(dataset.dtype) for dataset in datasets})
+    # numpy promotes uint16 and int32 to int32, int64 and float to float64, in which ids above 2^53 would change.
     if dtype not in CODES or (dtype.kind == "f" and len(names) > 1):
         raise UserError(f"datasets of the types {', '.join(names)} can't be merged into one")
     return dtype
@@ -93,6 +98,7 @@ def _pieces(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray, n
         end = min(begin + SEQUENCES_AT_A_TIME, dataset.num_documents)
         first, last = int(documents[begin]), int(documents[end])
         counts = np.diff(documents[begin : end + 1])
+        # At least once: documents without sequences are written, too.
         for at in range(first, max(last, first + 1), SEQUENCES_AT_A_TIME):
             stop = min(at + SEQUENCES_AT_A_TIME, last)
             ended = counts if stop == last else counts[:0]

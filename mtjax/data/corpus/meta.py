@@ -63,6 +63,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
         return None
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
+        # An unknown key is an error: it may be of a version that means something else by it.
         meta = Meta(**fields)
         if not all(isinstance(value, int) for value in (meta.idx_crc32, meta.bin_crc32)):
             raise TypeError("a checksum is not a number")
@@ -73,6 +74,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
 
 def write_meta(path: Path, meta: Meta) -> None:
     """Writes the facts about a dataset to `path`."""
+    # Most datasets are no parts: the key would be one more that earlier versions refuse.
     facts = {name: value for name, value in asdict(meta).items() if name != "part" or value is not None}
     path.write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -68,6 +68,7 @@ def _zstd() -> Any:
 COMPRESSIONS = (
     Compression("gzip", lambda head: head.startswith(b"\x1f\x8b"), lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)),
     Compression("zstd", lambda head: head[:4] in ZSTD_MAGIC, _zstd),
+    # `BZh` alone may begin a text: a block's or the end's magic number follows the level.
     Compression("bz2", lambda head: head[:3] == b"BZh" and head[4:6] in (b"1A", b"\x17r"), bz2.BZ2Decompressor),
     Compression("xz", lambda head: head.startswith(b"\xfd7zXZ\x00"), lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
 )
@@ -99,6 +100,7 @@ def open_packed(path: str) -> Iterator[OpenFile]:
     """
     with _open_raw(path) as raw:
         content = raw
+        # A loop: a file may be compressed twice, by a download and by its owner.
         while compression := next((c for c in COMPRESSIONS if c.matches(_peek(content))), None):
             content = _buffered(_Decompressed(path, content, compression))
         head = _peek(content)
@@ -166,6 +168,7 @@ class _Decompressed(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
+        # What was left behind a member comes before the rest of the file.
         data = self._input or self._raw.read(INPUT_BYTES)
         self._input = b""
         if not data:
@@ -176,8 +179,10 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self._path} is corrupted: its {self._compression.name} data are invalid ({e})") from e
 
     def _start_next_member(self) -> None:
-        """Goes on behind the end of a member: zeros pad a file to blocks of a tape or the parts of an upload."""
+        """Goes on behind the end of a member."""
+        # Zeros pad a file to the blocks of a tape, or to the parts of an upload.
         left = self._decoder.unused_data.lstrip(b"\0")
+        # A magic number may be cut by the border of a block.
         while len(left) < LONGEST_MAGIC and (more := self._raw.read(INPUT_BYTES)):
             left = (left + more).lstrip(b"\0")
         if left and self._compression.matches(left):

@@ -34,10 +34,12 @@ def map_in_order(
             yield item, function(item)
         return
     waiting: deque[tuple[Item, Future[Result]]] = deque()
+    # spawn: a fork copies the locks of this process's threads, of tokenizers and of jax, in whatever state they are.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _Worker.start, (function,))
     try:
         for item in source:
             waiting.append((item, pool.submit(_Worker.call, item)))
+            # The first result is awaited before more is read: memory does not grow where one chunk takes long.
             if len(waiting) > workers * IN_FLIGHT_PER_WORKER:
                 first, future = waiting.popleft()
                 yield first, future.result()

@@ -26,6 +26,7 @@ from mtjax.errors import UserError, require
 
 CUTS = 1
 """Version of the rule by which a corpus is cut."""
+# Five digits in names, which then sort by number.
 MOST = 99_999
 NAME = re.compile(r"-(\d{5})-of-(\d{5})_(.+)")
 """What follows the prefix in the name of a part's dataset."""
@@ -94,6 +95,7 @@ def parse_part(text: str) -> CorpusPart:
 def record_of(part: CorpusPart, key: str, options: EncodeOptions, on_error: str, paths: Sequence[str]) -> PartRecord:
     """Returns the record of a part's dataset: two machines may have the same files in other folders."""
     settings = {
+        # As options are typed, so that messages can name them.
         "--text-key": list(options.keys),
         "--append-eod": options.append_eod,
         "--split-sentences": options.split_sentences,
@@ -101,6 +103,7 @@ def record_of(part: CorpusPart, key: str, options: EncodeOptions, on_error: str,
         "--parse-special": options.parse_special,
         "--on-error": on_error,
     }
+    # Names without folders: see the docstring. Not their contents, which every part would have to read in full.
     named = [[PurePosixPath(path).name, size] for path, size in zip(paths, stored_sizes(paths), strict=True)]
     return PartRecord(*part, key, settings, digest({"files": named, "cuts": CUTS}))
 
@@ -116,6 +119,7 @@ def stored_sizes(paths: Sequence[str]) -> list[int | None]:
     for scheme in dict.fromkeys(path.partition("://")[0] for path in remote):
         there = [path for path in remote if path.startswith(f"{scheme}://")]
         fs = require("fsspec", "data").url_to_fs(there[0])[0]
+        # Together, for protocols that can ask for several at a time.
         sizes |= zip(there, fs.sizes([fs._strip_protocol(path) for path in there]), strict=True)
     try:
         return [sizes[path] if path in sizes else Path(path).stat().st_size for path in paths]
@@ -142,14 +146,17 @@ def spans_of(paths: Sequence[str], part: CorpusPart) -> list[DocumentSpan]:
     spans, at = [], 0
     for path, size in zip(paths, sizes, strict=True):
         size = size or 0
+        # The bytes of this file that are in the part.
         first, last = max(begin - at, 0), min(end - at, size)
         at += size
         if first >= last:
             continue
+        # A file that is all of the part's needs no look at whether it can be divided.
         if first == 0 and last == size:
             spans.append(DocumentSpan(path))
         elif _is_divisible(path):
             spans.append(DocumentSpan(path, first, None if last == size else last))
+        # The part in which it begins has all of it, those in which it goes on have none.
         elif first == 0:
             spans.append(DocumentSpan(path))
     return spans
@@ -191,6 +198,7 @@ def complete_parts(output: Path, of: int) -> set[int]:
     """Returns the numbers of the parts of which all datasets are finished: the run may have several keys."""
     finished = [{part.number for part in found if part.of == of} for found in part_datasets(output).values()]
     begun = {part.number for found in part_progress(output).values() for part in found if part.of == of}
+    # A part with a record is between its keys: some of its datasets have their names already.
     return set.intersection(*finished) - begun if finished else set()
 
 
@@ -199,6 +207,7 @@ def is_made(record: PartRecord, prefix: Path, tokenizer: Tokenizer) -> bool:
     meta = read_meta(prefix) if is_indexed(prefix) else None
     if meta is None or meta.part != asdict(record):
         return False
+    # The settings are in the record; of the tokenizer's content only its own digest tells.
     return (meta.tokenizer_digest, meta.eod) == (content_digest(tokenizer), tokenizer.eod)
 
 

@@ -87,9 +87,11 @@ def preprocess(job: PreprocessingJob) -> ProcessedCounts:
             try:
                 _encode_into(job, state, record)
             except BaseException:
+                # Without a record of this run what it left can't be continued.
                 if record.read() is None:
                     record.remove()
                 raise
+        # Also after a crash between two renames: those that are done are skipped.
         for prefix in job.outputs.values():
             publish(prefix)
         record.remove()
@@ -109,6 +111,7 @@ def _encode_into(job: PreprocessingJob, state: PreprocessingState, record: Resum
         progress = stack.enter_context(BytesProgress(job.task, before[-1], counts.text_bytes))
         source = chunks(spans, state.position, TextFields(job.options.keys, job.keys_named))
         encoded = map_in_order(ChunkEncoder(job.tokenizer, job.options), source, job.workers)
+        # Ends worker processes before the writers are closed.
         stack.callback(encoded.close)
         for chunk, result in encoded:
             _report(chunk, result, job.on_error)
@@ -119,11 +122,14 @@ def _encode_into(job: PreprocessingJob, state: PreprocessingState, record: Resum
             counts.text_bytes += result.text_bytes
             done = before[chunk.file] + chunk.read
             progress.update(done, counts.text_bytes)
+            # The position is that of the next chunk, and the files end with this one: both are written together or not
+            # at all.
             if time.monotonic() - last_save > job.seconds_per_save:
                 state.position, state.share = _after(chunk), done / before[-1] if before[-1] else 0.0
                 state.writers = {key: writer.position() for key, writer in writers.items()}
                 record.write(state)
                 last_save = time.monotonic()
+        # A part may be empty, where its bytes are within one document.
         if job.part is None:
             _refuse_empty(job, writers, record)
         tokenizer = job.tokenizer
@@ -131,6 +137,7 @@ def _encode_into(job: PreprocessingJob, state: PreprocessingState, record: Resum
         for key, writer in writers.items():
             part = job.part and record_of(job.part, key, job.options, job.on_error, job.paths)
             writer.seal(made_with, part and asdict(part))
+        # From here on a crash costs nothing: only names are missing.
         state.sealed = True
         record.write(state)
 

@@ -19,7 +19,9 @@ from mtjax.data.corpus.tables import DELIMITERS, JsonRow, columnar_rows, delimit
 from mtjax.errors import UserError, require
 from mtjax.storage import filesystem, url_of
 
+# A change moves the borders of chunks, at which an interrupted run continues.
 CHUNK_BYTES = 1 << 20
+# A file without line ends would otherwise fill the memory.
 LONGEST_LINE = 1 << 30
 ANY_TEXT = TextFields()
 
@@ -64,6 +66,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def _local(pattern: str) -> list[str]:
+    # A file that exists is never a pattern: names may have brackets.
     path = Path(pattern).expanduser()
     if path.is_file():
         return [str(path)]
@@ -153,6 +156,7 @@ def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Ite
             offset, line, held, size, faults = documents.offset, documents.line, [], 0, {}
 
             def chunk() -> DocumentChunk:
+                # Of the file as it is stored, whose size is known: what is in it, is not.
                 read = min(file.raw.tell(), total_bytes(path) or file.raw.tell()) - span.begin
                 shape = (documents.is_json, max(read, 0), documents.unit, faults or None, documents.lines_from)
                 return DocumentChunk(path, start.file, offset, offset + size, line, held, *shape)
@@ -162,6 +166,7 @@ def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Ite
                     faults[len(held)] = fault
                 held.append(document)
                 size += len(document)
+                # At the first document that reaches it, whatever is read at a time: chunks depend on the text alone.
                 if size >= CHUNK_BYTES:
                     yield chunk()
                     line += sum(d.count(b"\n") for d in held)
@@ -215,6 +220,8 @@ def _first_line_in(file: IO[bytes], begin: int) -> int:
     """
     if not begin:
         return 0
+    # One byte in front: a line that begins exactly at `begin` belongs here, and reading to the end of the line before
+    # it takes just its line end.
     file.seek(begin - 1)
     if len(file.readline(LONGEST_LINE)) == LONGEST_LINE:
         raise EOFError(f"a line is longer than {LONGEST_LINE:,} bytes")
@@ -243,11 +250,10 @@ def _lines(file: IO[bytes], left: int | None) -> Iterator[bytes]:
 
 
 def piece_bytes(path: str) -> int:
-    """Returns the length of the documents that plain text is cut into: 1/256 of the file, from 256 bytes to 8 KiB.
-
-    Without such cuts a file would be one document, and no part of it could be held out for validation.
-    """
+    """Returns the length of the documents that plain text is cut into: 1/256 of the file, from 256 bytes to 8 KiB."""
+    # A file elsewhere has the pieces of one of 2 MiB: its size would take a request.
     size = CHUNK_BYTES * 2 if "://" in path else Path(path).stat().st_size
+    # A file that is one document could not be divided into training and validation text.
     return min(max(size // 256, 256), 8192)
 
 
@@ -255,6 +261,7 @@ def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
     """Cuts at the first empty line after `size` bytes, at the latest at the first line end after 4 x `size`."""
     held: list[bytes] = []
     length = 0
+    # Text without line ends is cut as well.
     while line := file.readline(64 * size):
         held.append(line)
         length += len(line)

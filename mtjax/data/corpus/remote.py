@@ -51,6 +51,7 @@ def _copies(url: str, cache: Cache) -> list[str]:
     if not found:
         raise UserError(f"{url} does not exist, neither as a file nor as a prefix of .bin and .idx")
     urls = [path if url_of(path) else fs.unstrip_protocol(path) for path in found]
+    # Each file has a copy of its own: one that changes in the store does not copy the others again.
     return [str(_copy(fs, [path], cache) / Path(path).name) for path in urls]
 
 

@@ -70,6 +70,8 @@ class ResumeRecord:
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Another run may have deleted the file between `open` and `flock`: a lock on a file without a name
+                # keeps nobody out.
                 mine = self._lock.is_file() and self._lock.stat().st_ino == os.fstat(file.fileno()).st_ino
             except BlockingIOError:
                 mine = False
@@ -93,14 +95,11 @@ class ResumeRecord:
             state = PreprocessingState(
                 Position(**saved["position"]), ProcessedCounts(**saved["counts"]), saved["writers"], saved["sealed"]
             )
+        # A record of another version, or one that a full disk cut: the run begins anew.
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         resumable = state.sealed or all(can_resume(p, state.writers.get(k, {})) for k, p in self._outputs.items())
         return state if resumable else None
-
-    def exists(self) -> bool:
-        """Returns whether an earlier run left a record."""
-        return self._path.is_file()
 
     def write(self, state: PreprocessingState) -> None:
         """Keeps `state`, atomically; does nothing for a run without identity."""
@@ -110,6 +109,7 @@ class ResumeRecord:
         with temporary.open("w") as file:
             json.dump({"identity": self._identity, **asdict(state)}, file)
             file.flush()
+            # Before the rename: a file system may do that first, and a power cut would leave an empty record.
             os.fsync(file.fileno())
         temporary.replace(self._path)
 

@@ -34,7 +34,9 @@ def parse_sources(text: str) -> list[Source]:
     """
     if not text.strip():
         return [Source("the default corpus", (), None)]
+    # What exists as it was typed is one path, spaces and commas included.
     words = [Word((text,))] if Path(text).expanduser().exists() or is_indexed(text) else split_words(text)
+    # A file whose name is a number needs a folder in front: ./0.3.
     numbers = [_number(word) for word in words]
     if all(n is None for n in numbers):
         return [_source(word, None) for word in words]
@@ -62,5 +64,6 @@ def _source(chosen: Word, weight: float | None) -> Source:
         if missing is not None:
             raise UserError(f"{missing} does not exist, and {prefix} needs both its .bin and its .idx")
         return Source(prefix, (prefix,), weight)
+    # For its error: a run should not begin with text that is not there.
     expand(chosen.pieces)
     return Source(word, chosen.pieces, weight)

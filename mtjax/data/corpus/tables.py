@@ -75,8 +75,6 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
 def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> range:
     """Returns the rows of those row groups of a Parquet file that are at bytes `begin` to `end`.
 
-    A group is where it would be if all rows had as many bytes: its own offset is optional in the format.
-
     Args:
       path: for messages.
       raw: the file, at its beginning.
@@ -94,6 +92,7 @@ def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> 
         raise UserError(f"{path} is not a valid Parquet file: {first_line(e)}") from e
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     starts = list(accumulate(rows, initial=0))
+    # A group is taken to be where it would be if all rows had as many bytes: its own offset is optional in the format.
     inside = [g for g, row in enumerate(starts[:-1]) if begin <= size * row // max(starts[-1], 1) < end]
     return range(starts[inside[0]], starts[inside[-1] + 1]) if inside else range(0)
 
@@ -106,6 +105,7 @@ def _parquet_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields,
         if skip >= rows:
             skip -= rows
             continue
+        # Group by group, so that those in front are skipped without being read.
         for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=columns):
             yield batch.slice(skip)
             skip = max(0, skip - batch.num_rows)
@@ -136,6 +136,7 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
             f"{path} has no column {missing!r}; its columns are {_listed(names)}: name the one with the text with "
             "--text-key"
         )
+    # Columns that are not read are not decoded.
     return list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
 
 
@@ -180,6 +181,7 @@ def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextField
     """
     csv.field_size_limit(LONGEST_FIELD)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    # Without strict, a quote that has no end makes one field of the rest of the file, and no error.
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         names = next(reader, None)

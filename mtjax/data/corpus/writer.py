@@ -14,6 +14,7 @@ from mtjax.data.corpus.meta import UNKNOWN, Meta, TokenizerRecord, file_crc32, m
 from mtjax.errors import UserError
 
 CHUNK = 1 << 20
+# The index has all lengths before all offsets, so it can be written only at the end: its parts are collected in files.
 STREAMED = ("bin", "lengths", "documents", "modes")
 
 
@@ -64,6 +65,7 @@ class IndexedWriter:
           modes: int8[sequences] of multimodal data: with all sequences or with none.
         """
         data = np.ascontiguousarray(tokens, self.dtype).data
+        # Continues over interruptions: `position` saves it.
         self._crc = zlib.crc32(data, self._crc)
         self._files["bin"].write(data)
         self._files["lengths"].write(np.ascontiguousarray(lengths, "<i4").data)
@@ -75,6 +77,7 @@ class IndexedWriter:
         """Flushes the partial files, and returns the bytes of each that are on disk, for `resume_at`."""
         for file in self._files.values():
             file.flush()
+            # A record must not promise bytes that a power cut takes.
             os.fsync(file.fileno())
         return {"crc32": self._crc, **{part: file.tell() for part, file in self._files.items()}}
 
@@ -103,6 +106,7 @@ def publish(prefix: Path) -> None:
     index = partial_path(prefix, "idx")
     if index.is_file():  # an old index must never be next to new tokens
         idx_path(prefix).unlink(missing_ok=True)
+    # A dataset without an index is none: until the last rename nothing reads a half.
     for part, final in (("bin", bin_path(prefix)), ("meta", meta_path(prefix)), ("idx", idx_path(prefix))):
         if partial_path(prefix, part).is_file():
             partial_path(prefix, part).replace(final)
@@ -130,6 +134,7 @@ def can_resume(prefix: str | Path, position: Mapping[str, int]) -> bool:
 def _open(path: Path, size: int | None) -> IO[bytes]:
     file = path.open("wb" if size is None else "r+b")
     if size is not None:
+        # What was written after the record is written again.
         file.truncate(size)
         file.seek(size)
     return file
@@ -157,6 +162,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Path, documents: Path
             ends = total + np.cumsum(size, dtype="<i8")
             out.write((ends - size).astype("<i8").data)
             total = int(ends[-1])
+        # Megatron's list of documents begins with 0, and has one entry more than there are documents.
         out.write(np.zeros(1, "<i8").data)
         total = 0
         for chunk in _chunks(documents):

@@ -34,7 +34,9 @@ class ChunkDatabase:
                 )
         lengths = [len(corpus) for corpus in self.corpora]
         self.first_documents = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        # A document of no tokens has no chunk.
         counts = [-(-corpus.lengths.astype(np.int64) // chunk) for corpus in self.corpora]
+        # One number for each document, from which all others follow: chunks are not stored.
         self._first_chunks = np.concatenate([[0], np.cumsum(np.concatenate([*counts, []]), dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -46,6 +48,8 @@ class ChunkDatabase:
 
     def numbers(self, corpus: IndexedDataset, sequences: np.ndarray) -> np.ndarray:
         """Returns int64[sequences], the numbers of a corpus' sequences as documents; none if it isn't in here."""
+        # By content, not by path: the same corpus may be named in two ways. Once for each path, as it reads from all
+        # over the file.
         if corpus.prefix not in self._numbers:
             contents = [other.content() for other in self.corpora]
             own = corpus.content()

@@ -106,6 +106,7 @@ def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> Non
     Raises:
       UserError: names the setting that differs, with both values.
     """
+    # Settings that a user can type come first: they explain all that differs behind them.
     simple = [f.name for f in fields(SampleSettings) if f.name not in ("texts", "order", "tokenizer", "requested")]
     for name in simple:
         theirs, ours = getattr(made, name), getattr(run, name)
@@ -114,6 +115,7 @@ def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> Non
     if len(made.texts) != len(run.texts):
         raise UserError(f"{path} was made for a blend of {len(made.texts)} texts, and the run has {len(run.texts)}")
     for number, (theirs, ours) in enumerate(zip(made.texts, run.texts, strict=True)):
+        # Not the name: a corpus may have been moved.
         for name in ("weight", "content", "documents", "first"):
             if theirs.get(name) != ours.get(name):
                 raise UserError(
@@ -123,6 +125,7 @@ def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> Non
     if made.tokenizer != run.tokenizer:
         ours, theirs = run.tokenizer[:12], made.tokenizer[:12]
         raise UserError(f"{path} was made with the tokenizer {theirs}, and the run has the tokenizer {ours}{_REMEDY}")
+    # Last: an order that differs although all settings agree was made for another number of samples.
     if made.order != run.order:
         numbers = [", then ".join(f"{number:,}" for number in each.requested) for each in (made, run)]
         earlier = f" --earlier {' '.join(map(str, run.requested[:-1]))}" if run.requested[1:] else ""

@@ -9,6 +9,7 @@ def shared_runs(text: np.ndarray, other: np.ndarray, length: int) -> np.ndarray:
     if min(len(text), len(other)) < length:
         return np.zeros(max(len(text) - length + 1, 0), bool)
     runs, known = (np.ascontiguousarray(sliding_window_view(each, length)) for each in (text, other))
+    # A run as one opaque value, so that isin compares runs and not tokens.
     kind = np.dtype((np.void, runs.dtype.itemsize * length))
     return np.isin(runs.view(kind)[:, 0], known.astype(runs.dtype).view(kind)[:, 0])
 

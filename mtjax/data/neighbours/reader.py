@@ -67,6 +67,7 @@ class Neighbours:
                 f"retro_num_neighbours is {num_neighbours}: take fewer, or make more with mtjax data neighbours"
             )
         compared = self.header.search.get("retrieved_chunks", 0)
+        # Chunks that were not compared may have the text that the model is to predict.
         if self.header.search.get("without_overlap") and retrieved_chunks > compared:
             raise UserError(
                 f"{header_path(prefix, split)}: --without-overlap was of {compared} chunks of a neighbour, and "
@@ -117,7 +118,9 @@ class Neighbours:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        # The checksum is of int64, whichever type the file has.
         rows = self._rows[index * self.chunks : (index + 1) * self.chunks].astype(np.int64)
+        # Sample by sample as they are read: a check of all files at the start would read them in full.
         if checksum(rows) != self._sums[index, 1]:
             raise UserError(
                 f"{rows_path(self.prefix, self.split)} is corrupted: the neighbours of sample {index} are not those "
@@ -149,6 +152,7 @@ class Neighbours:
         if len(known) != len(corpora):
             raise UserError(f"{path} was searched in {len(known)} corpora, and the run's database has {len(corpora)}")
         for entry, corpus in zip(known, corpora, strict=True):
+            # Numbers of chunks mean other text in a corpus that has changed.
             if (content := corpus.content()) != entry["content"]:
                 raise UserError(
                     f"{path} was searched in {entry['name']} of content {entry['content']}, and {corpus.prefix} has "
@@ -184,6 +188,8 @@ def digest_of_neighbours(prefix: str | Path, split: str, samples: int | None = N
       UserError: a file is missing or damaged.
     """
     header = read_header(header_path(prefix, split))
+    # Of the first ones only: a run that is continued for longer has neighbours of more samples, and those that it has
+    # read must be the same.
     sums = open_array(sums_path(prefix, split), (header.samples, 2), ("<u4",))[:samples]
     return len(sums), hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16).hexdigest()
 

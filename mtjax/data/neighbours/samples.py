@@ -48,6 +48,7 @@ def training_text(opener: SplitOpener) -> DatabaseText:
     found: dict[str, tuple[IndexedDataset, tuple[int, int], TrainingText]] = {}
     for source in opener.sources:
         corpus, text = opener.corpus(source), opener.describe(source)
+        # The same chunks twice in a database would take two places among the neighbours.
         found.setdefault(corpus.content(), (corpus, (text.first, text.first + text.documents), text))
     corpora, bounds, texts = zip(*found.values(), strict=True)
     return DatabaseText(list(corpora), list(bounds), list(texts))
@@ -109,6 +110,7 @@ def documents_of(dataset: Dataset, index: int) -> tuple[IndexedDataset, np.ndarr
     assert isinstance(dataset, GPTDataset)  # `order_of` refuses others
     number = int(dataset.shuffle_index[index])
     first, last = int(dataset.sample_index[number][0]), int(dataset.sample_index[number + 1][0])
+    # A sample may begin in one document and end in another, and a short document may come twice.
     return dataset.tokens, np.unique(dataset.document_index[first : last + 1])
 
 
@@ -127,6 +129,7 @@ def with_neighbours(config: Config, opener: SplitOpener, dataset: Dataset, order
     model, prefix, split, text = config.model, str(config.data.neighbours), opener.split, opener.text
     if model.family != "retro":
         raise UserError(f"--neighbours {prefix} is for the family retro, and the run's is {model.family}: remove it")
+    # The database is the training text also for validation samples.
     training = training_text(opener if split == "train" else SplitOpener(config, "train", text.tokenizer))
     neighbours = Neighbours.open(
         prefix,

@@ -40,6 +40,7 @@ def unsealed(path: Path, version: int, command: str, kind: type) -> dict[str, An
     checksum = values.pop(CHECKSUM, None)
     if checksum != _checksum(values):
         raise UserError(f"{path} is corrupted or was edited, as its checksum says: make it anew with {command}")
+    # Fields with defaults are those that later versions have added.
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if not required <= values.keys() <= {field.name for field in fields(kind)}:
         raise UserError(f"{path} is another record than {command} writes: name a file that {command} made")
@@ -47,6 +48,7 @@ def unsealed(path: Path, version: int, command: str, kind: type) -> dict[str, An
 
 
 def _checksum(values: Mapping[str, Any]) -> int:
+    # Sorted, so that the order of keys does not count.
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
@@ -54,6 +56,7 @@ def array_header(shape: Sequence[int], kind: str) -> bytes:
     """Returns the bytes with which the `.npy` file of an array begins."""
     header = io.BytesIO()
     described = {"descr": np.dtype(kind).str, "fortran_order": False, "shape": tuple(shape)}
+    # Version 1.0, which has a fixed layout: numpy would choose a version by the length of the header.
     np.lib.format.write_array_header_1_0(header, described)
     return header.getvalue()
 
@@ -69,6 +72,7 @@ def open_array(path: Path, shape: tuple[int, ...], kinds: Sequence[str]) -> np.n
         for kind in kinds:
             header = array_header(shape, kind)
             with path.open("rb") as file:
+                # The first bytes say shape and type: compared as bytes, nothing of a damaged header is parsed.
                 if file.read(len(header)) != header:
                     continue
             expected = len(header) + int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize

@@ -14,6 +14,8 @@ from mtjax.data.samples.sample import Dataset, Sample
 from mtjax.errors import UserError
 
 CHUNK = 1 << 20
+# Megatron's margin (`_get_size_per_split_per_dataset`): picks may exceed a dataset's share. The number decides the
+# order of the samples of each dataset.
 SURPLUS = 1.005
 
 
@@ -61,8 +63,10 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
 def _picks(weights: Sequence[float], counts: list[int], start: int, stop: int) -> list[int]:
     """Returns the datasets of samples `start` to `stop`, and updates `counts`. Order of operations as upstream."""
     picks = []
+    # Megatron refuses a weight of 0; here it has no samples, not even where all others are ahead of theirs.
     numbers = [d for d in range(len(weights)) if weights[d] > 0]
     for i in range(start, stop):
+        # As in helpers.cpp: sample 0 is treated as sample 1, or all lags would be 0.
         best, largest, position = -1, -math.inf, float(i or 1)
         for d in numbers:
             lag = weights[d] * position - counts[d]
@@ -99,16 +103,19 @@ class BlendedDataset:
         self.datasets, self.size = list(datasets), size
 
         def build(_: Path | None) -> dict[str, np.ndarray]:
+            # int16 and int64.
             check_room(cache, 10 * size, 10 * size, f"the order of {size:,} samples of a blend")
             dataset, sample = blend_index(shares, size)
             return {"dataset": dataset, "sample": sample}
 
+        # hex: a decimal would round, and other shares are another order.
         index = cached_arrays(cache, "blend-index", {"weights": [w.hex() for w in shares], "size": size}, build)
         self.dataset_index, self.sample_index = index["dataset"], index["sample"]
         self._check(lengths, "put weights before the datasets" if weights is None else "give it more text")
 
     def _check(self, lengths: Sequence[int], remedy: str) -> None:
         for d, length in enumerate(lengths):
+            # Samples of a dataset are taken in order, so the last one has the highest number.
             chosen = np.flatnonzero(self.dataset_index == d)[-1:]
             if len(chosen) and self.sample_index[chosen[0]] >= length:
                 raise UserError(

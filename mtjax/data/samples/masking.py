@@ -14,6 +14,7 @@ DrawLength = Callable[[np.random.RandomState], int]
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
     """Returns bool[vocab]: whether a token begins a word, by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
     names = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
+    # WordPiece marks what continues a word, the others what begins one.
     if any(name.startswith("##") for name in names):
         return np.array([not name.startswith("##") for name in names])
     mark = max("Ġ▁", key=lambda m: sum(name.startswith(m) for name in names))
@@ -39,8 +40,7 @@ def whole_words(tokens: np.ndarray, starts: np.ndarray, special: np.ndarray) -> 
 def choose_spans(words: list[Span], budget: int, draw: DrawLength, random: np.random.RandomState) -> list[Span]:
     """Draws non-overlapping n-grams of words with at most `budget` tokens in all, in the order of the text.
 
-    Words are visited in random order; each visit draws n, and takes fewer words where n would break the budget. As in
-    `megatron/core/datasets/masked_dataset.py`.
+    As in `megatron/core/datasets/masked_dataset.py`.
     """
     chosen: list[Span] = []
     taken = np.zeros(words[-1][1] if words else 0, bool)
@@ -48,7 +48,9 @@ def choose_spans(words: list[Span], budget: int, draw: DrawLength, random: np.ra
     for start in random.permutation(len(words)).tolist():
         if left == 0:
             break
+        # Drawn for each word that is visited, chosen or not, as in Megatron.
         n = draw(random)
+        # Fewer words where n would break the budget.
         while n and words[min(start + n, len(words)) - 1][1] - words[start][0] > left:
             n -= 1
         if n == 0:

@@ -59,6 +59,7 @@ class TrainingText:
     def is_same(self, other: "TrainingText") -> bool:
         """Returns whether both have the same samples; the name, say a path, may differ."""
         ours, theirs = asdict(self), asdict(other)
+        # Weight, first document and their number count: each of them moves samples.
         return ours | {"name": ""} == theirs | {"name": ""}
 
 
@@ -110,6 +111,7 @@ class Shifted:
 
     def __getitem__(self, index: int) -> Sample:
         if index < self.begins:
+            # Samples before it are of another order, which only the run that read them has.
             raise IndexError(f"sample {index}, and this order begins with sample {self.begins}")
         return self.dataset[index - self.begins]
 
@@ -128,6 +130,7 @@ class Concatenated:
         """Returns the dataset of a sample, and the sample's number in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        # right: the first sample of a part has the number at which the one before it ends.
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[part], index - (int(self._ends[part - 1]) if part else 0)
 
@@ -143,4 +146,5 @@ def shifted(dataset: Dataset, order: SampleOrder) -> Dataset:
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
     """Returns a digest of the lengths of all rows in tokens, in their order."""
+    # int64: a digest must not depend on the type in which lengths came.
     return hashlib.blake2b(np.ascontiguousarray(lengths, np.int64).data, digest_size=16).hexdigest()

@@ -12,6 +12,7 @@ from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.samples.sample import Bounds
 from mtjax.errors import UserError
 
+# LONG_SENTENCE_LEN in Megatron's helpers.cpp: a document with a longer sentence is not used.
 LONGEST_SENTENCE = 512
 
 
@@ -52,15 +53,19 @@ def cut_runs(
     start, stop = starts[usable], stops[usable]
     rounds = []
     while len(start):
+        # Drawn round by round, not document by document: the numbers are other than Megatron's, and the distribution is
+        # the same.
         target = _targets(len(start), options, random)
         # The first sentence end at which the run has both its tokens and its sentences.
         cut = np.searchsorted(tokens, tokens[start] + target, side="left")
         cut = np.maximum(cut, start + options.min_sentences)
+        # As in Megatron, one sentence that is left joins the run: alone it would be no pair of segments for BERT.
         cut = np.where(stop - cut > 1, cut, stop)
         rounds.append(np.stack([start + begin, cut + begin, target], axis=1))
         left = cut < stop
         start, stop = cut[left], stop[left]
     runs = np.concatenate(rounds) if rounds else np.empty((0, 3), np.int64)
+    # In the order of the text, before they are shuffled: the result does not depend on the rounds.
     return runs[np.argsort(runs[:, 0], kind="stable")]
 
 
@@ -75,13 +80,13 @@ def sample_runs(
 ) -> np.ndarray:
     """Returns at least `num_samples` runs, each pass over the documents cut and shuffled anew: int64[runs, 3].
 
-    When `num_samples` is None, those of one pass.
-
-    Empty when no document can be used.
+    Those of one pass when `num_samples` is None; none where no document can be used.
     """
     if options.max_length < 2:
         raise UserError(f"samples have {options.max_length} tokens besides special ones: raise --sequence-length")
-    check_room(None, 48 * (num_samples or 0), 0, f"the order of {num_samples:,} samples")
+    if num_samples is not None:
+        # Rows of 24 bytes, of which `concatenate` holds two copies.
+        check_room(None, 48 * num_samples, 0, f"the order of {num_samples:,} samples")
     random = np.random.RandomState(seed)
     passes, total = [], 0
     while not passes or (num_samples is not None and total < num_samples):

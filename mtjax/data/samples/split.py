@@ -15,6 +15,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     Raises:
       UserError: not a number, more than three, or all of them 0.
     """
+    # As Megatron's `parse_and_normalize_split`: spaces, commas and slashes separate.
     numbers = re.findall(r"[.0-9]+", text)
     try:
         weights = [float(number) for number in numbers]
@@ -31,6 +32,7 @@ def split_bounds(text: str, count: int) -> dict[Split, tuple[int, int] | None]:
     """Returns the first and one past the last of `count` items for each split; None where the share is 0."""
     shares = parse_split(text)
     bounds: dict[Split, tuple[int, int] | None] = {}
+    # Sums of floats, rounded as Megatron does: exact arithmetic could move a border by a document.
     total = 0.0
     for name, share in zip(SPLITS, shares, strict=True):
         begin = round(total * count)

@@ -18,6 +18,7 @@ def save_end(folder: Path, token: str | None) -> None:
         return
     temporary = folder / f".{END_FILE}.tmp"
     temporary.write_bytes(end_content(token))
+    # A rename, so that no other process reads a half.
     temporary.replace(folder / END_FILE)
 
 
@@ -32,6 +33,7 @@ def saved_end(path: Path) -> str | None:
     Raises:
       UserError: the file is not a JSON object with a token.
     """
+    # The file is about the tokenizer that mtjax saved, not about others in that folder.
     if path.name not in (TOKENIZER_JSON, SENTENCEPIECE_FILE):
         return None
     found = read_object(path.parent / END_FILE).get("eod_token")

@@ -37,6 +37,7 @@ class FastTokenizer:
     """
 
     def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None, eod: str | None = None) -> None:
+        # Published files have the lengths that a model was trained with: text would be cut or filled up silently.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: no text ends its document
@@ -48,6 +49,7 @@ class FastTokenizer:
         else:
             self._eod, self.other_ends = _end_id(tokenizer, eod, source), ()
         self._cache = word_cache(tokenizer)
+        # The highest id, not the number of tokens: vocabularies have gaps.
         self._vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -80,6 +82,7 @@ class FastTokenizer:
         return encoding.ids, encoding.offsets
 
     def _encode(self, text: str, *, marked: bool) -> Encoding:
+        # A setting of the tokenizer, not of the call: restored whatever happens, or later texts could end documents.
         self._tokenizer.encode_special_tokens = not marked
         try:
             with whole_characters(text):
@@ -128,6 +131,7 @@ class FastTokenizer:
 
     def with_eod(self, token: str) -> "FastTokenizer":
         """Returns this tokenizer with another token at the end of documents."""
+        # Shares the library's tokenizer, which takes long to build for a large vocabulary.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._eod, other.other_ends = _end_id(self._tokenizer, token, self._source), ()
@@ -142,6 +146,7 @@ class FastTokenizer:
         temporary.replace(folder / TOKENIZER_JSON)
 
     def __getstate__(self) -> tuple[str, str]:
+        # As text: `__init__` sets up again what the library's own pickles may lack, such as encode_special_tokens.
         return self._tokenizer.to_str(), self.token(self._eod)
 
     def __setstate__(self, state: tuple[str, str]) -> None:
@@ -157,22 +162,22 @@ def _cores() -> int:
 def _ends(tokenizer: HuggingFace, source: str, eos: str | None) -> list[str]:
     """Returns the tokens that may end documents, the most likely first.
 
-    A usual name that the settings call `eos_token` comes first; then those that the tokenizer marks as special, since a
-    chat model's `eos_token` ends a turn, not a document. Gemma's `</s>` is an HTML tag of its vocabulary, not special.
-
     Raises:
       UserError: there is none.
     """
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     known = [name for name in END_NAMES if tokenizer.token_to_id(name) is not None]
     named = [eos] if eos is not None and tokenizer.token_to_id(eos) is not None else []
+    # Only special ones: Gemma's `</s>` is an HTML tag of its vocabulary.
     marked = [name for name in known if name in special]
+    # The `eos_token` of the settings comes first only by a usual name: a chat model's ends a turn, not a document.
     ends = [*named, *marked] if eos in END_NAMES else [*marked, *named]
     if not ends and not known:
         raise UserError(
             f"the tokenizer {source} has no end-of-document token: name one of its tokens with --eod-token, or put its "
             f"tokenizer_config.json into the same folder (known without: {', '.join(END_NAMES)})"
         )
+    # A vocabulary alone marks no token as special.
     return list(dict.fromkeys(ends)) or known[:1]
 
 

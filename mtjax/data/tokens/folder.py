@@ -42,6 +42,7 @@ def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
         return f"gpt2:{folder}"
     model = next((name for name in names if name.endswith(".model")), None)
     has_gpt2s = {"vocab.json", "merges.txt"} <= set(names)
+    # Settings change how a vocabulary is read, so they decide before the bare vocabularies below.
     if is_pretrained(folder) and (has_gpt2s or "vocab.txt" in names or model):
         return f"hf:{folder}"
     if has_gpt2s:
@@ -52,11 +53,9 @@ def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
 
 
 def tokenizer_of_run(names: Collection[str], folder: Path) -> str | None:
-    """Returns the same for a run's folder, into which mtjax has saved the tokenizer that was trained with.
-
-    A `tokenizer.model` alone was read by SentencePiece: settings beside it came with the file or with the weights, for
-    chat templates and exports, and `tokenizer_of` would make another tokenizer of both.
-    """
+    """Returns the same for a run's folder, into which mtjax has saved the tokenizer that was trained with."""
     if TOKENIZER_JSON in names:
         return str(folder / TOKENIZER_JSON)
+    # Alone, it was read by SentencePiece. Settings beside it came with the file or the weights, for chat templates and
+    # exports: `tokenizer_of` would make another tokenizer of both.
     return f"sentencepiece:{folder / SENTENCEPIECE_FILE}" if SENTENCEPIECE_FILE in names else None

@@ -25,6 +25,7 @@ them."""
 @lru_cache(maxsize=8)
 def content_digest(tokenizer: Tokenizer) -> str:
     """Returns a hash of the vocabulary and of the ids of some texts: equal for equal tokenizers in any file format."""
+    # Without the end of document, which a corpus records on its own.
     content = [_tokens(tokenizer), [tokenizer.encode(text) for text in PROBES]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -38,6 +39,7 @@ def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> 
       may_add: tokens that `ours` has after all of `theirs` do not count: the ids of the others mean the same.
     """
     there, here = _tokens(theirs), _tokens(ours)
+    # The first different token is what tells a user which tokenizer it is.
     for index, (one, other) in enumerate(zip(there, here, strict=False)):
         if one != other:
             return f"token {index} is {one!r} there and {other!r} here"

@@ -33,6 +33,7 @@ CLASSES = {
     BACKEND: ("tokenizer.model",),
 }
 """The classes that mtjax can build, and the files of their vocabularies."""
+# Older names of the class, which files keep.
 NAMES_OF_BACKEND = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 CLASS_OF_MODEL: dict[str, str | None] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "megatron-bert"), "BertTokenizer"),
@@ -143,8 +144,11 @@ class PretrainedSettings:
 
     def _read_tokens(self) -> None:
         values = self.values
+        # From here on in the order of `_from_pretrained` in transformers' tokenization_utils_base.py: a later step
+        # overrides what an earlier one has read.
         if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
             values["extra_special_tokens"] = values.pop("additional_special_tokens")
+        # Before objects become tokens: transformers takes only strings for names of their own here.
         named = [k for k, v in values.items() if k not in ATTRIBUTES and k.endswith("_token") and isinstance(v, str)]
         self.named = {name: values.pop(name) for name in named}
         self._name_extra()
@@ -154,6 +158,8 @@ class PretrainedSettings:
             self._read_older_files()
         self.values = values = {name: _converted(value) for name, value in values.items()}
         self.named = {name: _converted(token) for name, token in self.named.items()}
+        # The settings may give a plain string for a token of which `added_tokens_decoder` has the flags, such as
+        # lstrip.
         known = {token.content: token for token in self.added.values()}
         for name in ATTRIBUTES:
             if values.get(name) is not None:
@@ -178,6 +184,7 @@ class PretrainedSettings:
         special = {str(values[name]) for name in ATTRIBUTES if values.get(name)}
         special |= {str(token) for token in values.get("extra_special_tokens") or []}
         for text, index in read_object(self.folder / ADDED).items():
+            # added_tokens.json has no flags: as in transformers, a token is special if the settings name it.
             self.added[int(index)] = AddedToken(text, normalized=text not in special, special=text in special)
 
 
@@ -209,12 +216,14 @@ def class_of(folder: Path, config: Mapping[str, Any]) -> str:
     source = next((path for path, fields in ((CONFIG, config), (MODEL, model)) if fields.get("tokenizer_class")), None)
     named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
     named = BACKEND if named in {name.removesuffix("Fast") for name in NAMES_OF_BACKEND} else named
+    # transformers may have registered a class for it, which would read the same files in another way.
     if model_type and model_type not in CLASS_OF_MODEL:
         raise UserError(
             f"{folder} has no tokenizer.json, and mtjax does not know which tokenizer transformers takes for the "
             f"model_type {model_type!r} of its config.json: {remedy(folder)}"
         )
     registered = CLASS_OF_MODEL.get(model_type) if model_type else None
+    # The folder's word wins over the registered class, but for types whose published files name a wrong one.
     kind = registered if registered and (not named or model_type in OVERRULED) else named or BACKEND
     if kind not in CLASSES:
         raise UserError(
@@ -266,6 +275,7 @@ def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dic
       settings: of tokenizer_config.json.
       legacy: of special_tokens_map.json, which older folders have; the settings of newer ones hold all tokens.
     """
+    # As `_read_older_files`: the older file counts only beside settings without all tokens.
     known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **legacy}
     more = known.get("extra_special_tokens")
     named = {name: value for name, value in known.items() if name.endswith("_token")}

@@ -51,6 +51,7 @@ def _llama(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     )
     prefix = settings.values.get("add_prefix_space")
     prefix = True if prefix is None else prefix
+    # With `legacy`, each part of a text between special tokens begins with a space.
     scheme = ("always" if settings.values.get("legacy", False) else "first") if prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -88,6 +89,7 @@ def _t5(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
             f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {in_model} sentinels: "
             "correct extra_ids in its tokenizer_config.json"
         )
+    # T5's sentinels count down: <extra_id_0> has the highest id.
     vocabulary = [*model.scores, *((name, 0.0) for name in reversed(sentinels))]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
     if model.character_map:
@@ -132,6 +134,7 @@ def _qwen2(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     extra = settings.extra()
     _add_tokens(tokenizer, settings.added, special, extra)
     _add_ends(tokenizer, settings, special)
+    # As the last line of transformers' Qwen2Tokenizer: tokens that were added with other flags become special.
     tokenizer.add_tokens([AddedToken(str(token), special=True) for token in (*special.values(), *extra)])
     return tokenizer, special
 
@@ -155,6 +158,7 @@ def _bert(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     _add_tokens(tokenizer, settings.added, special, settings.extra())
     first, last = str(special.get("cls_token")), str(special.get("sep_token"))
+    # transformers' numbers where the vocabulary lacks the tokens.
     ids = {"cls_token": 2, "sep_token": 3}
     ids |= {name: _id(tokenizer, special, name) for name in ids if name in special}
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -186,6 +190,8 @@ def _add_tokens(
     tokenizer: Tokenizer, added: Mapping[int, AddedToken], special: Mapping[str, Token], extra: list[Token]
 ) -> None:
     """Adds tokens in transformers' order, on which the ids of those depend that the vocabulary does not have."""
+    # By id, as in the constructor of transformers' TokenizersBackend: those that the vocabulary lacks get the next free
+    # ids in this order.
     tokens: list[Token] = [token for _, token in sorted(added.items())]
     known = {str(token) for token in tokens}
     for token in (*special.values(), *extra):
@@ -194,6 +200,7 @@ def _add_tokens(
     names = {str(token) for token in special.values()}
     for token in tokens:
         if isinstance(token, AddedToken) and token.content in names:
+            # A special token whose entry does not say so would be decoded as text.
             token.special = True
     tokenizer.add_tokens([AddedToken(t, special=True) if isinstance(t, str) else t for t in tokens])
 

@@ -118,6 +118,7 @@ class SentencePieceModel:
         ranks = {
             name: (piece.score, index)
             for index, (name, piece) in enumerate(zip(pieces, proto.pieces, strict=True))
+            # Special and byte pieces are never the result of a merge.
             if piece.type == NORMAL
         }
         merges = []
@@ -131,6 +132,7 @@ class SentencePieceModel:
             fuse_unk=True,
             byte_fallback=trained.byte_fallback,
             dropout=None,
+            # Words that are pieces, such as defined ones, are then taken as they are.
             ignore_merges=has_defined,
         )
 

@@ -59,6 +59,7 @@ class SentencePieceTokenizer:
                 pieces, is_bytes = self._processor.encode(text, out_type="immutable_proto").pieces, False
         ids, offsets = [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
         if is_bytes:
+            # Newer releases count bytes of UTF-8; a chat's mask is by characters.
             starts = list(accumulate((len(character.encode()) for character in text), initial=0))
             offsets = [(bisect_left(starts, begin), bisect_left(starts, end)) for begin, end in offsets]
         return ids, offsets
@@ -66,6 +67,7 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes each text, over all cores."""
         with whole_characters(*texts):
+            # -1: all cores.
             return self._processor.encode(list(texts), num_threads=-1)
 
     def encode_batch_marked(self, texts: Sequence[str]) -> list[list[int]]:
@@ -86,6 +88,7 @@ class SentencePieceTokenizer:
     def special(self, name: str) -> int | None:
         """Returns the id of the special token `name`, or None."""
         index = self._processor.piece_to_id(name)
+        # The library gives the unknown piece's id for a name that it lacks.
         return None if index == self._processor.unk_id() and name != self.token(index) else index
 
     def with_eod(self, token: str) -> "SentencePieceTokenizer":
@@ -106,6 +109,7 @@ class SentencePieceTokenizer:
         temporary.replace(folder / "tokenizer.model")
 
     def __getstate__(self) -> tuple[bytes, int]:
+        # The library's processor can't be sent to another process.
         return self._model, self._eod
 
     def __setstate__(self, state: tuple[bytes, int]) -> None:

@@ -156,6 +156,7 @@ def folder_of(name: str) -> Path:
 
 def digest_of(name: str) -> str:
     """Returns a hash of the kind and the files of a tokenizer."""
+    # The kind, too: the same files read by another kind are another tokenizer.
     hashed = hashlib.sha256(_resolve(name)[0].encode())
     for path in files(name):
         hashed.update(path.read_bytes())
@@ -205,6 +206,8 @@ def gpt2_files(folder: Path) -> tuple[Path, Path]:
 def is_cased(vocabulary: Path) -> bool:
     """Returns whether a vocabulary of BERT, a file with a word on each line, has words with capitals."""
     words = vocabulary.read_text(encoding="utf-8").split("\n")
+    # Special tokens are in capitals in both kinds of vocabulary. Nothing else in BERT's file says whether text is
+    # lower-cased: a wrong guess makes capitalised words unknown, or loses the capitals.
     return any(word != word.lower() for word in words if not word.startswith("["))
 
 
@@ -257,6 +260,7 @@ def _gpt2(folder: Path, eod: str | None) -> FastTokenizer:
 
 def _bert(path: Path, eod: str | None) -> FastTokenizer:
     words = path.read_text(encoding="utf-8").split("\n")
+    # The number of the line is the id, so an empty line keeps its number.
     vocab = {word: index for index, word in enumerate(words) if word}
     missing = [name for name in ("[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]") if name not in vocab]
     if missing:
@@ -280,6 +284,7 @@ def _hugging_face(path: Path, eod: str | None) -> FastTokenizer:
         tokenizer = HuggingFace.from_str(text)
     except Exception as e:  # the library raises bare Exceptions
         raise UserError(f"{path} is not a tokenizer.json: {e}") from e
+    # What was typed wins over what was saved.
     return FastTokenizer(tokenizer, str(path), special_names_in(path.parent).get("eos_token"), eod or saved_end(path))
 
 

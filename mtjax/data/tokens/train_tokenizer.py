@@ -23,8 +23,10 @@ def train_byte_level_bpe(texts: Iterable[str], path: Path, vocab_size: int = DEF
     tokenizer = byte_level(HuggingFace(models.BPE()))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        # A pair that occurs once is not worth a token.
         min_frequency=2,
         special_tokens=[END_OF_DOCUMENT],
+        # All 256 bytes, also those that the sample lacks: any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

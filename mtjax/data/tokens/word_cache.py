@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HuggingFace
 
+# GPT-2's, as in its encoder.py and in the tokenizers library.
 PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # Characters that Unicode has called letter, number or space - or neither - for so long that all libraries agree.
 SETTLED = re.compile(
@@ -35,6 +36,7 @@ def can_cache(tokenizer: HuggingFace) -> bool:
         and not before.get("add_prefix_space")
         and model["type"] == "BPE"
         and not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        # Tokens that are not special are found in the text before it is cut into words.
         and all(added["special"] for added in parts["added_tokens"])
     )
 
@@ -63,6 +65,7 @@ class WordCache:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes each text; texts with rare characters go through the library."""
+        # `regex` and the library's Rust code have tables of Unicode of different years.
         settled = [SETTLED.fullmatch(text) is not None for text in texts]
         words = [self._words(text) if fast else [] for text, fast in zip(texts, settled, strict=True)]
         self._learn(set().union(*words))
@@ -89,6 +92,7 @@ class WordCache:
     def _join(self, words: list[str]) -> list[int]:
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
         lengths = self._lengths[numbers]
+        # The ids of all words by one indexing operation, not by a loop over words.
         before = np.cumsum(lengths) - lengths
         at = np.repeat(self._starts[numbers] - before, lengths)
         return self._ids[at + np.arange(len(at))].tolist()

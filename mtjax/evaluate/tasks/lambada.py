@@ -32,6 +32,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> Eva
         passage = text.strip()
         ids = tokenizer.encode(passage)
         # Tokens after the common prefix with the context belong to the last word.
+        # rindex: the last word may also occur before. rstrip: the space belongs to the token of the last word.
         last = len(ids) - _shared(tokenizer.encode(passage[: passage.rindex(words[-1])].rstrip()), ids)
         if not 0 < last < settings.length:
             raise UserError(
@@ -56,6 +57,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> Eva
     notes = begins_with("each passage", tokenizer, front)
     if cut:
         notes.append(f"{cut} passages are longer than {settings.length} tokens: their beginnings are truncated")
+    # Two rows for each passage: `all_best` is about all scored tokens of a row.
     return EvaluationTask([*strict, *lenient], results, "; ".join(notes))
 
 

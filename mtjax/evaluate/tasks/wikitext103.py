@@ -62,6 +62,7 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> Ev
       UserError: it can't be read, or has fewer than two tokens.
     """
     raw = read_text(path)
+    # Megatron's count, which splits at single spaces only: line breaks do not separate words there.
     words = len(raw.strip().split(" "))
     front, text = added_tokens(tokenizer).front, tokenizer.encode(detokenized(raw))
     if len(text) < 2 or words < 2:
@@ -75,6 +76,7 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> Ev
 
     def results(scores: RowScores) -> Results:
         loss = -float(scores.log_probability.sum())
+        # As in Megatron, T - 1 tokens and O - 1 words: the first of the text is predicted in neither count.
         return {
             "perplexity": perplexity_of(loss / (words - 1)),
             "token_perplexity": perplexity_of(loss / (len(text) - 1)),

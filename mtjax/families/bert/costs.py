@@ -40,6 +40,7 @@ def _pretraining(model: Model) -> tuple[Part, ...]:
     masked = MaskedOutput(
         padded_vocab_size(model),
         model.hidden_size,
+        # The head runs on this many tokens at most, as the samples mask no more.
         most_masked(model.sequence_length),
         sequence=model.sequence_length,
         owns_table=not model.tie_embeddings,

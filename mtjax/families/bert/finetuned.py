@@ -9,7 +9,7 @@ from mtjax.config.sizes import num_outputs
 from mtjax.families.bert.model import Encoder
 from mtjax.models.finetuned import Finetuned, row_losses_of
 from mtjax.models.heads import PoolerHead, SpanHead
-from mtjax.models.trunk import Batch, HiddenStates, Keys
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 
 
 class FinetunedEncoder(Finetuned, Encoder):

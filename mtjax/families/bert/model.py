@@ -17,17 +17,25 @@ from jaxtyping import Float, Int
 from mtjax.config import Config
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.weights import embedding_weights
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, WithVocabulary, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
+from mtjax.models.language_model import (
+    EMBEDDING_SITE,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
+    WithVocabulary,
+    embed_tokens,
+    position_table,
+    run_sections,
+    vocabulary_table,
+)
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import normal
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import dropout, make_norm, normal
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.axes import local_positions, num_shards, spec
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import from_first_context_rank
@@ -43,6 +51,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: Config, *, key: Array) -> None:
         """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
+        # The heads of `BERT` take the other three, so that an encoder draws the same with any head.
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = embedding_weights(model.hidden_size, token_types=model.num_token_types)
         recompute = Recompute.of(config.training)
@@ -107,6 +116,7 @@ class Encoder(nnx.Module):
             rotation = self.rotary(ids, length * num_shards("seq"))
         return LayerContext(
             keys,
+            # Tokens attend within their segment: padding is one of its own.
             batch["padding_mask"],
             rotation=rotation,
             is_causal=False,
@@ -140,9 +150,11 @@ class BERT(Encoder, WithVocabulary):
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")
+            # Back to [batch, seq], as loss weights are given for all tokens.
             by_name = {"masked_lm": masked.put(losses)}
             if self.order is not None:
                 losses = class_losses(self.order(hidden), batch["sentence_order"])
+                # Only the first context rank has the first token, on which this head depends.
                 by_name["sentence_order"] = from_first_context_rank(losses, hidden.shape[1])
             return by_name
 

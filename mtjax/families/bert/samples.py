@@ -22,6 +22,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 IGNORED = -1
+# [CLS] and two [SEP], also for a single run, which has one [SEP]: runs are as long in both.
 SPECIAL_TOKENS = 3
 LONGEST_NGRAM = 3
 
@@ -85,6 +86,7 @@ class BertDataset(SentenceRuns):
             text, _ = truncate_pair(text, text[:0], target, random)
             tokens = np.concatenate([[self.cls], text, [self.sep]]).astype(np.int32)
             return self._padded(*self._masked(tokens, random), np.zeros(len(tokens), np.int32))
+        # At a sentence boundary; with two sentences there is one, for which Megatron draws nothing.
         pivot = random.randint(1, len(lengths)) if len(lengths) > 2 else 1
         first, second = np.split(text, [lengths[:pivot].sum()])
         swapped = bool(random.random_sample() < 0.5)
@@ -92,6 +94,7 @@ class BertDataset(SentenceRuns):
             first, second = second, first
         first, second = truncate_pair(first, second, target, random)
         tokens = np.concatenate([[self.cls], first, [self.sep], second, [self.sep]]).astype(np.int32)
+        # [CLS] and the first [SEP] belong to the first run.
         types = np.repeat(np.array([0, 1], np.int32), [len(first) + 2, len(second) + 1])
         return self._padded(*self._masked(tokens, random), types) | {"sentence_order": np.array(swapped, np.int32)}
 
@@ -137,6 +140,7 @@ def mask_tokens(
     coin = random.random_sample(len(positions))
     other = random.randint(0, vocab_size, len(positions))
     hidden = tokens.copy()
+    # BERT's 80% [MASK], 10% random and 10% unchanged tokens (arXiv 1810.04805): the model can't know which were chosen.
     hidden[positions] = np.where(coin < 0.8, mask, np.where(coin < 0.9, other, tokens[positions]))
     return hidden, labels
 

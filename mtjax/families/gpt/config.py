@@ -46,6 +46,7 @@ GPT = Family(
     kind="decoder",
     defaults={
         "norm": "layernorm",
+        # The defaults of Megatron-LM's GPT.
         "norm_epsilon": 1e-5,
         "position": "learned",
         "activation": "gelu",
@@ -76,6 +77,7 @@ LLAMA = replace(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
+    # `families.registry` has a row of its own for the name, over the same network.
     network="gpt",
 )
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""

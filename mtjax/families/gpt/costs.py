@@ -42,6 +42,7 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
     positions: tuple[Part, ...] = (Positions(tokens, hidden, sides),) if model.position == "learned" else ()
     final: tuple[Part, ...] = (Norm("final_norm", norm_vectors(model), hidden),)
     table, symbol, projected = embedding_width(model), "hidden", ()
+    # Post-LN layers normalize the residual stream themselves, as in `gpt.model`.
     if model.norm_placement == "post":
         final = ()
     if table != hidden:
@@ -51,6 +52,7 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
         is_tied, bias = model.tie_embeddings, model.output_bias
         head: Part = OutputProjection(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
     else:
+        # Of the last token alone, which has read all others.
         head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
     read_again = bool(projected) or model.embedding_norm
     if model.embedding_norm:
@@ -72,6 +74,7 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     """Returns one stack, or several of one section in a model with dense and expert layers."""
     tokens, norms_outputs = model.sequence_length, model.norm_placement != "pre"
     attention = self_attention(model, tokens, is_causal=True)
+    # Dense layers come before those with experts, whose stack is the last; without experts it is the only one.
     *dense, last = stacks_of(model)
     return (
         *(Stack.of(stack, model, attention, mlp(model, tokens), norms_outputs=norms_outputs) for stack in dense),
@@ -114,6 +117,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
             visible=_visible_share(model, tokens, is_ahead=is_ahead),
             rank=adapter_rank(model, "attention"),
         )
+    # Otherwise the whole stack reads one table, which is not part of a layer.
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
@@ -121,11 +125,12 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
+        # Side by side with Mamba-2, attention reads the norm of that.
         norm=Norms.of(model, is_first=kind != SIDE_BY_SIDE, kind=kind),
         biases=attention_biases(model),
         is_causal=is_causal,
         rank=adapter_rank(model, "attention"),
-        qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
+        qk_norm=model.qk_norm and 1 + model.qk_norm_bias,
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         has_gate=model.attention_output_gate,

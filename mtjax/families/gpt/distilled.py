@@ -6,9 +6,9 @@ from typing import Any, Self
 from jax import Array
 
 from mtjax.families.gpt.model import GPT
+from mtjax.models.language_model import Batch, HiddenStates, Keys, Microbatch
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Microbatch
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions
 
@@ -21,6 +21,7 @@ class DistilledGPT(GPT):
     def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token with its label and with the teacher's probabilities, [batch,
         seq]; in evaluation with its label alone."""
+        # Validation batches have no teacher: their losses can be compared with those of a run without one.
         if TEACHER not in batch:
             return super().token_losses(hidden, batch, keys, options)
         table, bias, _ = self.output_head()
@@ -37,6 +38,7 @@ class DistilledTrunkPipeline(TrunkPipeline):
 
     def with_frozen(self, frozen: Tree) -> Self:
         """See `LossModel.with_frozen`."""
+        # The teacher's table is no parameter of the student: merged into its tree, it would have no place there.
         of_student = {name: below for name, below in frozen.items() if name != TEACHER}
         return replace(super().with_frozen(of_student), tables=frozen[TEACHER])
 

@@ -9,7 +9,7 @@ from mtjax.config.sizes import num_outputs
 from mtjax.families.gpt.model import Decoder
 from mtjax.models.finetuned import Finetuned, row_losses_of
 from mtjax.models.heads import LastTokenHead
-from mtjax.models.trunk import Batch, HiddenStates, Keys
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 
 
 class FinetunedDecoder(Finetuned, Decoder):

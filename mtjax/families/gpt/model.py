@@ -21,29 +21,24 @@ from mtjax.layout.attention_kernel import ContextMethod
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.weights import output_weights
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import (
+from mtjax.models.language_model import (
     EMBEDDING_SITE,
-    WithVocabulary,
-    embed_tokens,
-    in_table,
-    position_table,
-    vocabulary_table,
-)
-from mtjax.models.layer import Layer
-from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, TEXT_LENGTH, LayerContext
-from mtjax.models.linear import constant
-from mtjax.models.norms import make_norm
-from mtjax.models.recompute import Recompute
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import (
     LOSS_WEIGHTS,
     Batch,
     HiddenStates,
     Keys,
     Section,
+    WithVocabulary,
+    embed_tokens,
+    in_table,
+    position_table,
     run_sections,
+    vocabulary_table,
 )
+from mtjax.models.layer import Layer, Stack
+from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, TEXT_LENGTH, LayerContext
+from mtjax.models.ops import constant, dropout, make_norm
+from mtjax.models.recompute import Recompute
 from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 

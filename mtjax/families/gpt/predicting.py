@@ -12,12 +12,12 @@ from mtjax.config import Config
 from mtjax.config.float8 import PREDICTION
 from mtjax.families.gpt.model import GPT
 from mtjax.layout.stacks import stacks_of
+from mtjax.models.language_model import Batch, HiddenStates, Keys
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
 from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import in_chunk
-from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
@@ -35,6 +35,7 @@ class PredictingGPT(GPT):
         self.num_predictors = model.mtp_num_layers
         for number in range(1, self.num_predictors + 1):
             # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...
+            # As in DeepSeek-V3, they are like the last layers: in a model with experts they have experts.
             kind, predictor_key = stacks_of(model)[-1].kind, jax.random.fold_in(key, 2)
             predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
             setattr(self, f"{PREFIX}{number}", predictor)
@@ -65,6 +66,7 @@ class PredictingGPT(GPT):
             with jax.named_scope("layers"), jax.named_scope(PREDICTION):
                 run = partial(run_predictor, context=own)
                 x, report = run_alone(run, self.predictor_recompute, hidden, predictor, embedded)
+            # The next predictor continues from the normalized hidden states of this one.
             hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)
             losses[loss_name(number)] = vocab_parallel_cross_entropy(hidden, table, labels, options, bias)
             reports.append({"experts": report} if report else None)

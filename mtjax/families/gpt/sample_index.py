@@ -12,7 +12,9 @@ import numpy as np
 
 from mtjax.data.cache import reserve
 
+# Megatron's constant.
 SEPARATE_BELOW = 0.80
+# Entries that are computed at a time: 32 MB of int64.
 CHUNK = 1 << 22
 
 
@@ -63,6 +65,7 @@ def plan_epochs(
     samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else full
     if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
+    # Of all passes but the last, as Megatron counts: a sample that goes on into the last pass belongs to that.
     first = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
     per_epoch = (tokens_per_epoch - extra) // sequence_length
     separate = num_samples - first < int(SEPARATE_BELOW * per_epoch)
@@ -83,6 +86,8 @@ def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.Rand
     A last pass that is separate is shuffled by itself and comes last.
     """
     documents = np.arange(begin, end, dtype=np.int32)
+    # The draws are Megatron's, in its order (documents of all passes, documents of the last, then samples): one more or
+    # less would give another order of samples with the same seed.
     together = np.tile(documents, plan.epochs - plan.separate)
     random.shuffle(together)
     if not plan.separate:
@@ -145,6 +150,7 @@ def sample_index(
 
 def shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
     """Returns the order of samples, uint32[samples] (else int64); a last pass shuffled separately stays last."""
+    # numpy's shuffle draws alike for both types; Megatron chooses them so.
     dtype: type[Any] = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.samples, dtype=dtype)
     random.shuffle(order[: plan.first_samples])

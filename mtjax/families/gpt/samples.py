@@ -94,6 +94,8 @@ class GPTDataset:
         def build(folder: Path | None) -> dict[str, np.ndarray]:
             passed = plan.epochs * (bounds[1] - bounds[0])
             what = f"the order of {plan.samples:,} samples in {plan.epochs:,} passes over the text"
+            # Bytes in memory and on disk: documents are int32 and their running sums int64, samples pairs of int32 and
+            # an order of uint32.
             check_room(cache, 20 * passed + 8 * plan.samples, 4 * passed + 12 * plan.samples, what)
             documents = document_index(*bounds, plan, random)
             out = folder / "sample_index.npy" if folder else None
@@ -111,6 +113,7 @@ class GPTDataset:
         parts = {
             "corpus": self.tokens.fingerprint(),
             "bounds": bounds,
+            # The plan, not the requested number: requests that need the same passes share an index.
             "plan": asdict(plan),
             "sequence_length": options.sequence_length,
             "seed": options.seed,
@@ -133,6 +136,7 @@ class GPTDataset:
     def text(self, index: int) -> np.ndarray:
         """Returns the tokens of sample `index` before shuffling, padded with `FILL`: int32[sequence_length + extra]."""
         (first, offset), (last, end) = self.sample_index[index].tolist(), self.sample_index[index + 1].tolist()
+        # A sample's last label is the first token of the next sample.
         end += self.options.extra_token
         if first == last:
             parts = [self.tokens.get(int(self.document_index[first]), offset, end - offset)]
@@ -153,12 +157,14 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
     # The end of a document belongs to the document; the next token starts the next one.
     starts = np.concatenate([[False], ends[:-1]])
     sample = {
+        # An id that exists, so that the embedding's lookup stays inside the table; its loss is masked.
         "tokens": np.where(tokens == FILL, np.int32(0), tokens),
         "labels": np.where(labels == FILL, np.int32(0), labels),
         "loss_mask": (labels != FILL).astype(np.float32),
         "position_ids": positions,
     }
     if options.eod_mask_loss:
+        # By the input, as in Megatron: the end of a document is learned as a label, what follows it is not.
         sample["loss_mask"][ends] = 0.0
     if options.reset_position_ids:
         sample["position_ids"] = positions - np.maximum.accumulate(np.where(starts, positions, 0)).astype(np.int32)
@@ -199,8 +205,10 @@ def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
     parts: list[Dataset] = []
     for number, total in enumerate((*share.earlier, share.num_samples)):
         done = sum(map(len, parts))
+        # An earlier start requested more: its samples suffice.
         if parts and (total is None or total <= done):
             continue
+        # With the first seed, appended passes would repeat the order of the first ones.
         seed = appended_seed(options.seed, number) if parts else options.seed
         wanted = None if total is None else total - done
         parts.append(GPTDataset(share.corpus, share.bounds, wanted, replace(options, seed=seed), share.cache))

@@ -66,6 +66,7 @@ def check_hybrid(model: "Model") -> None:
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
     check_shared_blocks(model)
+    # Shared blocks (Z, z) have an MLP, too.
     adapted = {"attention": ATTENTION, "mlp": "-EZz", "mixers": ATTENTION + RECURRENT}.get(model.lora_targets, letters)
     if model.lora_rank and not set(adapted) & set(letters):
         raise UserError(
@@ -117,6 +118,7 @@ def check_hybrid_run(config: "Config") -> None:
 
 HYBRID_FAMILY = Family(
     kind="decoder",
+    # Those of Nemotron-H: recurrent layers know the order of tokens without positions.
     defaults={**LLAMA.defaults, "position": "none", "activation": "relu2"},
     choices={"position": ("none", "rope"), "norm_placement": ("pre",)},
     own=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,

@@ -103,6 +103,7 @@ def _placed(letters: list[str], letter: str, section: float) -> list[str]:
     """Puts a letter behind every section of so many M, counted with fractions."""
     found, left = [], section
     for old in letters:
+        # Megatron-Core's own loop, with its rounding: another rule would place some layers differently.
         is_end = old == "M" and left < 0.5
         found.append(letter if is_end else old)
         left += section if is_end else -1 if old == "M" else 0
@@ -213,6 +214,7 @@ def hybrid_arguments(model: Model) -> dict[str, Any]:
         "is_hybrid_model": True,
         "attention_output_gate": model.attention_output_gate,
         **({"swiglu": True, "squared_relu": False} if has_delta else {}),
+        # Both names, for versions before and after 0.16.
         **dict.fromkeys(PATTERNS, letters),
         **dict.fromkeys(RATIOS, 0.0),
         "position_embedding_type": model.position,

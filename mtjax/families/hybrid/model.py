@@ -9,12 +9,11 @@ from mtjax.config import Model
 from mtjax.config.layer_pattern import SHARED
 from mtjax.config.shared_blocks import num_blocks
 from mtjax.families.gpt.model import GPT
-from mtjax.models.layer import Layer
+from mtjax.models.language_model import Batch, HiddenStates, Keys
+from mtjax.models.layer import Layer, Stack
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.shared_block import SharedLayer, draw_blocks
 from mtjax.models.shared_inputs import SharedInputs
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys
 
 
 class Hybrid(GPT):

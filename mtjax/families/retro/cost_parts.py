@@ -19,8 +19,8 @@ from mtjax.analysis.parts.embedding import Norm
 from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import Part, ResidualStream, Scores, Weight, over_model
 from mtjax.analysis.parts.sublayer import stream_bytes, sublayer_collectives, vector_gradient_sums
+from mtjax.families.retro.layout import ENCODER_FIRST
 from mtjax.layout.plan import Plan
-from mtjax.layout.stacks import ENCODER_FIRST
 
 READ = f"batch*{ENCODER_FIRST}_sequence*hidden"
 """Formula: elements of the neighbours' hidden states of a microbatch."""

@@ -26,7 +26,8 @@ from mtjax.families.retro.cost_parts import (
     NeighbourPositions,
     Unread,
 )
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, LayerStack, stacks_of
+from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import ENCODER, LayerStack, stacks_of
 
 
 def retro(model: Model) -> Anatomy:
@@ -52,6 +53,7 @@ def _stack(stack: LayerStack, model: Model) -> Stack:
     """Returns a stack with its components; those that read neighbours do not run where there are none."""
     parts = _parts(model, stack.path)
     if model.retro_reads:
+        # Below the first layer that reads neighbours nothing is trained then, so gradients end there.
         is_below = model.retro_frozen == "decoder" and stack.path in (PLAIN, FIRST_ATTENTION)
         idle = sum(number <= first_retro_layer(model) for number in stack.layer_numbers) if is_below else 0
         return replace(Stack.of(stack, model, *parts), idle=idle)

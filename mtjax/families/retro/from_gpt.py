@@ -22,7 +22,7 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
 from mtjax.models.named_parameters import draw_named
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import make_mesh
+from mtjax.sharding.axes import make_mesh
 
 
 class RetroSource:
@@ -46,6 +46,7 @@ class RetroSource:
         given = tables.get("model", {})
         if given.get("family", "retro") != "retro":
             raise UserError(f"{file} has the family {given['family']}, and --with-encoder makes a retro: change it")
+        # vocab_multiple only pads the table.
         for name in sorted(given.keys() - RETRO_SETTINGS - {"family", "vocab_multiple"}):
             theirs, ours = getattr(gpt, name), getattr(wanted.model, name)
             if theirs != ours:
@@ -61,6 +62,7 @@ class RetroSource:
         own = {name: getattr(wanted.model, name) for name in RETRO_SETTINGS}
         # Of a run only the model is kept: how it was trained may not go along with a retro.
         plain = dataclasses.replace(Config(), model=gpt)
+        # A run's choice of kernel may not support Retro.
         own |= {"attention": Model().attention}
         self._config = replace(plain, **{**own, **of_decoder(gpt), "family": "retro"})
         validate(self._config)
@@ -81,6 +83,7 @@ class RetroSource:
         if parameter.num_layers is None:
             yield from self._source.slices(self._source.parameters[name])
             return
+        # A GPT has one stack; Retro's has a stack for each kind of layer, which takes its layers from it.
         own = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
         # To the end: a source verifies its fingerprint there.
         for number, array in enumerate(self._source.slices(own)):

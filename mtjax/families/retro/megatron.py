@@ -7,8 +7,9 @@ from mtjax.convert.megatron_tables import QKV_ORDERS, MegatronNames, layer_rows
 from mtjax.convert.model_types.rows import linear, norm, row
 from mtjax.convert.table import Row, Table
 from mtjax.families.retro.config import first_retro_layer
+from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
 from mtjax.families.retro.megatron_arguments import CROSS
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
+from mtjax.layout.stacks import ENCODER, STACK
 
 CROSS_NORM = "pre_cross_attn_layernorm"
 

@@ -28,6 +28,7 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
     encoded = _numbers(tensors, rf"decoder\.layers\.\d+\.{CROSS}\.encoder\.layers\.(\d+)\.")
     reading = _numbers(tensors, rf"decoder\.layers\.(\d+)\.{CROSS}\.attn\.")
     first = reading[0]
+    # A single layer reads: any step that ends behind the last one.
     every = reading[1] - first if reading[1:] else int(arguments["num_layers"])
     if reading != list(range(first, int(arguments["num_layers"]), every)):
         raise UserError(f"layers {', '.join(str(n + 1) for n in reading)} read neighbours, which are not every so many")
@@ -37,6 +38,7 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
             f"retro_encoder_hidden_dropout is {dropout} and retro_encoder_attention_dropout {other}: mtjax has one "
             "number for both, retro_encoder_dropout"
         )
+    # The second is the older name of the argument.
     chunk = arguments.get("retro_chunk_length") or arguments.get("retro_gpt_chunk_length") or 64
     return {
         "family": "retro",

@@ -14,14 +14,13 @@ from jax import Array
 from mtjax.config import Config, Model
 from mtjax.families.gpt.model import GPT
 from mtjax.families.retro.config import letters_of_retro, neighbour_length, num_chunks
+from mtjax.families.retro.layout import FIRST_REST
 from mtjax.families.retro.stacks import LETTERS, RetroLayer, RetroStacks, neighbour_keys
-from mtjax.layout.stacks import ENCODER, FIRST_REST, stacks_of
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens
+from mtjax.layout.stacks import ENCODER, stacks_of
+from mtjax.models.language_model import EMBEDDING_SITE, Batch, HiddenStates, Keys, Section, embed_tokens
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.norms import make_norm
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section
+from mtjax.models.ops import dropout, make_norm
 from mtjax.sharding.axes import spec
 
 NEIGHBOURS = "neighbours"

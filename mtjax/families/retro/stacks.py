@@ -10,16 +10,15 @@ import jax
 from jax import Array
 
 from mtjax.config import Model
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
-from mtjax.models.layer import Layer
-from mtjax.models.layer_context import LayerContext
+from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import ENCODER
+from mtjax.models.layer import Layer, Residual, Stack
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.chunked import keys_of_rows
-from mtjax.models.mixers.mixer import State
-from mtjax.models.norms import Norm
+from mtjax.models.ops import Norm
 from mtjax.models.pattern_stacks import PatternLoop
 from mtjax.models.recompute import LoopOverLayers
-from mtjax.models.stack import Residual, Stack
-from mtjax.sharding.grad_accumulation import seed_cotangents
+from mtjax.sharding.gradients import seed_cotangents
 
 LETTERS: Mapping[str, str] = {
     PLAIN: "P",
@@ -82,6 +81,7 @@ class RetroStacks:
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
         loop, done = PatternLoop.of(used, below, None), dict.fromkeys(used, 0)
         before, _, behind = self.letters.partition("R")
+        # The layer R is in two halves: the encoder reads what its attention (A) gives.
         (x, carried), _ = loop.run_all(f"{before}A", done, (x, loop.carried))
         if neighbours is not None:
             normed = self.norm(x)

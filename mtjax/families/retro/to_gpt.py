@@ -10,7 +10,8 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.families.retro.config import RETRO as RETRO_SETTINGS
-from mtjax.layout.stacks import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
+from mtjax.families.retro.layout import FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
+from mtjax.layout.stacks import STACK
 
 
 class DecoderSource:
@@ -48,6 +49,7 @@ class DecoderSource:
         of_layer = {}
         for path in (PLAIN, FIRST_ATTENTION, FIRST_REST, RETRO):
             if (own := self._source.parameters.get(f"{path}.layers.{name}")) is not None:
+                # One iterator for all layers of a stack: they are read in order, each once.
                 of_layer |= dict.fromkeys(own.numbers, self._source.slices(own))
         for number in range(parameter.num_layers or 0):
             yield next(of_layer[number])

@@ -38,6 +38,7 @@ def t5(model: Model) -> Anatomy:
     decoder = (self_attention(model, written, is_causal=True), cross, mlp(model, written))
     lookups = (
         Lookup(rows, hidden, has_neighbour=True),
+        # The decoder reads the encoder's table: counted once.
         Lookup(rows, hidden, side=DECODER_SIDE, owns_table=False, has_neighbour=True),
     )
     return Anatomy(

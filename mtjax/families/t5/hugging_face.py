@@ -18,6 +18,7 @@ def _half(name: str, mlp: int) -> tuple[Row, ...]:
     dense = f"{block}.{mlp}.DenseReluDense"
     bias = "layer.0.SelfAttention.relative_attention_bias.weight"
     return (
+        # T5 stores the table of a stack in its first layer; UMT5 has one in each layer, of the row below.
         row(f"{name}.relative.table", f"{name}.block.0.{bias}", "buckets heads"),
         row(f"{layers}.attention.relative.table", f"{name}.block.{{layer}}.{bias}", "buckets heads"),
         *norm(f"{layers}.attention_norm", f"{block}.0.layer_norm"),
@@ -62,6 +63,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu_exact",
     "gelu_new": "gelu",
+    # transformers takes this name for the tanh approximation, which T5 1.1 was trained with.
     "gated-gelu": "geglu",
     "gated-gelu_new": "geglu",
     "gated-silu": "swiglu",
@@ -158,6 +160,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
             "head_dim": config.get("d_kv", 64),
             "mlp_size": config.get("d_ff", inner),
             "activation": _activation(config, projection),
+            # T5 has one rate for all dropouts.
             "attention_dropout": config.get("dropout_rate", 0.1),
             "tie_embeddings": tied,
             "output_scale": _output_scale(config.get("d_model", 512), scaled=scaled, tied=tied),

@@ -17,22 +17,25 @@ from jaxtyping import Float, Int
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length, output_shape, padded_vocab_size
 from mtjax.layout.stacks import LayerStack, stacks_of
-from mtjax.models.dropout import dropout
-from mtjax.models.embedding import (
+from mtjax.models.kv_cache import CachePositions
+from mtjax.models.language_model import (
     EMBEDDING_SITE,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
     WithVocabulary,
     embed_tokens,
     in_table,
     position_table,
+    run_sections,
     vocabulary_table,
 )
-from mtjax.models.kv_cache import CachePositions
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.norms import make_norm
+from mtjax.models.ops import dropout, make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2
@@ -66,6 +69,7 @@ class T5Stack(nnx.Module):
         """Computes the same for new tokens of sequences in KV caches of `length` tokens."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative.at(cache_positions.positions, length)
+        # Cross-attention reads its own cache: no encoder output is passed.
         return LayerContext(bias=bias, cache_positions=cache_positions)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
@@ -90,6 +94,7 @@ class T5(WithVocabulary):
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
         decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
+        # As in Google's T5; Megatron-LM's, with learned positions, does not scale.
         is_scaled = model.tie_embeddings and model.position != "learned"
         self.embedding = vocabulary_table(model, table_key, table_std(model) if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
@@ -191,6 +196,7 @@ class T5(WithVocabulary):
 
     def _finish_decoder(self, trunk_output: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Finishes the decoder's output, scaled for a tied output table."""
+        # The hidden states are scaled instead of the logits, of which there are more.
         return self.decoder.finish(trunk_output.x, _decoder_keys(keys)) * self.hidden_scale
 
     @staticmethod

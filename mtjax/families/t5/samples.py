@@ -18,9 +18,11 @@ from mtjax.data.samples.styled import PLAIN, SPECIAL, styled
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
+# Megatron's constants: geometric lengths with p = 0.2, at most 10 words.
 LONGEST_SPAN = 10
 SPAN_P = 0.2
 SENTINELS = 100
+# The first that a vocabulary has: Google's T5 starts its decoder with <pad>, BERT's vocabulary has [CLS] for it.
 BOS_NAMES = ("[BOS]", "<s>", "<bos>", "[CLS]", "<pad>", "<|endoftext|>")
 EOS_NAMES = ("[EOS]", "</s>", "<eos>", "[SEP]", "<|endoftext|>")
 PAD_NAMES = ("[PAD]", "<pad>", "<|endoftext|>")
@@ -106,6 +108,7 @@ class T5Dataset(SentenceRuns):
         self.options, self.ids = options, t5_ids(tokenizer)
         self._starts = word_starts(tokenizer)
         self._draw = geometric(LONGEST_SPAN, SPAN_P)
+        # Megatron leaves space for two special tokens in the encoder, which it does not have.
         runs = RunOptions(options.encoder_length - 2, 1, options.short_probability)
         super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
@@ -127,6 +130,7 @@ class T5Dataset(SentenceRuns):
         room = (self.options.decoder_length - 1) // 2
         budget = min(max(1, round(len(text) * self.options.mask_probability)), room)
         chosen = choose_spans(whole_words(text, self._starts, special), budget, self._draw, random)
+        # Further spans stay in the text, rather than share a sentinel.
         chosen = chosen[: len(self.ids.sentinels)]
         encoder, spans, at = [], [], 0
         for (a, b), sentinel in zip(chosen, self.ids.sentinels, strict=False):
@@ -146,6 +150,7 @@ class T5Dataset(SentenceRuns):
             "encoder_mask": (np.arange(e) < len(encoder)).astype(np.int32),
             "decoder_tokens": np.pad(decoder, (0, d - len(decoder)), constant_values=self.ids.pad),
             "labels": np.pad(labels, (0, d - len(labels)), constant_values=self.ids.pad),
+            # By position: `pad` may be the id of a token that also occurs in the text, such as <|endoftext|>.
             "loss_mask": (np.arange(d) < len(labels)).astype(np.float32),
         }
 

@@ -134,6 +134,7 @@ class EncodedRows:
     def samples(self, length: int) -> Samples:
         """Returns rows truncated to `length`; unknown labels are 0."""
         rows = LazyRows(self.ids, self.format, length)
+        # Questions with choices have a row for each choice.
         rows_per_example = len(self.ids) // max(len(self.examples), 1)
         indices, numbers = self._known
         labels = np.zeros(len(self.examples), np.int32 if self.labels else np.float32)
@@ -157,6 +158,7 @@ class EncodedRows:
 
     def scores(self, values: np.ndarray) -> Scores:
         """Returns the task's metrics; {} unless all rows have labels."""
+        # Scores of a part of the rows would look like those of all.
         if any(example.label is None for example in self.examples):
             return {}
         indices, numbers = self._known
@@ -178,5 +180,6 @@ class EncodedRows:
         """Indices of the examples with valid labels, and these labels as numbers."""
         labelled = [example for example in self.examples if example.label is not None]
         good, numbers, _ = label_numbers(labelled, self.labels, "given")
+        # By identity: two rows of a file may be equal.
         indices = {id(example): index for index, example in enumerate(self.examples)}
         return [indices[id(example)] for example in good], numbers

@@ -23,6 +23,7 @@ from mtjax.finetune.tasks.labelled import EncodedRows, check_own_fields, numbere
 from mtjax.finetune.tasks.task import HeldOut, Scores
 
 CHOICES = ("A", "B", "C", "D")
+# As in Megatron-LM's RACE data.
 MOST_TOKENS = 128
 """Most tokens of a question with an answer."""
 BLANK = "_"
@@ -138,6 +139,7 @@ class Choices(EncodedRows):
 
     def _ids(self, encoder: RowEncoder) -> list[Ids]:
         texts = encoder.encode([example.texts for example in self.examples])
+        # Four adjacent rows: the head's loss is over them together.
         return [(choice[:MOST_TOKENS], article) for *choices, article in texts for choice in choices]
 
     def read(self, outputs: np.ndarray) -> np.ndarray:

@@ -140,6 +140,7 @@ class _Reading:
             return f"({name}) is empty"
         if not isinstance(context, str) or not context.strip():
             return f"({name}) has no passage"
+        # Its answers, if any, are "plausible" ones, which are wrong.
         if entry.get("is_impossible"):
             self.impossible += 1
             return Question(name, question, context, ())

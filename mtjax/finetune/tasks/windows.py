@@ -82,6 +82,7 @@ class Windows:
         self.questions = [np.array(i[:MOST_QUESTION], np.int32) for i in ids]
         texts = list(dict.fromkeys(example.context for example in examples))
         found = zip(texts, tokenizer.encode_places(texts), strict=True)
+        # reshape: a passage without tokens would be an array without a second dimension.
         passages = {t: (np.array(i, np.int32), np.array(p, np.int32).reshape(-1, 2)) for t, (i, p) in found}
         self.contexts = [passages[example.context][0] for example in examples]
         self.characters = [passages[example.context][1] for example in examples]
@@ -100,6 +101,7 @@ class Windows:
           UserError: `length` has no space for a passage after a question.
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
+        # [CLS], the question, and the separators behind it.
         self.starts = [1 + len(self.questions[number]) + self.format.between for number, _, _ in self.windows]
         rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
@@ -194,6 +196,7 @@ class Windows:
                 f"sequence_length {length} is too short for the {question} tokens of question "
                 f"{self.examples[number].id} and its passage: use {question + added + 1} or more"
             )
+        # A longer stride than a window would leave tokens in no window.
         step, windows, begin = min(self.options.doc_stride, size), [], 0
         while True:
             windows.append(Window(number, begin, min(begin + size, tokens)))
@@ -225,6 +228,7 @@ class Windows:
 
 def _judged(text: str, right: Sequence[str]) -> tuple[float, float]:
     """Returns the best exact match and F1 over the correct answers that have words; without any, "" is correct."""
+    # evaluate-v2.0.py drops answers that are articles or punctuation only.
     with_words = [answer for answer in right if normalised(answer)] or [""]
     return max(exact_match(text, answer) for answer in with_words), max(text_f1(text, answer) for answer in with_words)
 

@@ -69,6 +69,7 @@ class KernelRow:
     @property
     def is_uncoalesced(self) -> bool:
         """Whether it uses less than `COALESCED` of the sectors it touches, and moves enough for that to count."""
+        # Below a launch's time it would make no difference.
         share = self.machine.coalesced
         return share is not None and share < COALESCED and self.by_bytes > self.least
 
@@ -165,6 +166,7 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
     dumped = read(folder, step.module.name)
     assembled = assemble(dumped.files, ARCHITECTURES[gpu.compute_capability], folder)
     reader = _Reader(roofline, dumped, assembled, SourceLines.of(step.text), gpu)
+    # Before `use`, which adds the instructions' clock.
     without = roofline.run().seconds
     found: dict[str, list[_Site]] = {}
     libraries = 0

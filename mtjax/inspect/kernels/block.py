@@ -84,6 +84,7 @@ def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int
 class _Block:
     def __init__(self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
         self.kernel, self.size = kernel, int(np.prod(threads))
+        # Everything else, all arithmetic on data, would take most of the time and change no count.
         self.needed = kernel.address_slice()
         self.pc = np.zeros(self.size, np.int64)
         self.result = Followed(self.size, np.zeros(len(kernel.ops) + 1, np.int64))
@@ -94,6 +95,7 @@ class _Block:
             below = int(np.prod(threads[:axis]))
             self._set(f"%tid.{name}", index // below % threads[axis])
             self._set(f"%ntid.{name}", np.full(self.size, threads[axis]))
+            # The middle: blocks at the edges of an array take branches that the others do not.
             self._set(f"%ctaid.{name}", np.full(self.size, grid[axis] // 2))
             self._set(f"%nctaid.{name}", np.full(self.size, grid[axis]))
         self._set("%laneid", index % WARP)
@@ -105,7 +107,9 @@ class _Block:
         """Executes instructions, of diverged threads always those that are furthest behind."""
         ops, end = self.kernel.ops, len(self.kernel.ops)
         everyone = np.ones(self.size, bool)
+        # A loop whose condition depends on loaded data may never end here.
         for _ in range(MOST_STEPS):
+            # Diverged threads meet again after a branch only if those behind are run first.
             at = int(self.pc.min())
             if at >= end:
                 break
@@ -156,6 +160,8 @@ class _Block:
         access.threads += int(active.sum())
         in_warps = np.zeros(-(-self.size // WARP) * WARP, bool)
         in_warps[: self.size] = active
+        # A request to the caches is a warp's, so sectors are counted for each warp, and a sector that two warps touch
+        # counts twice.
         lanes = in_warps.reshape(-1, WARP)
         access.requests += int(lanes.any(1).sum())
         if address.known == VARIES:
@@ -178,6 +184,7 @@ class _Block:
         start, size = np.concatenate(starts), np.concatenate(sizes)
         order = np.argsort(start, kind="stable")
         start, end = start[order], (start + size)[order]
+        # Threads that access the same bytes use them once, or a broadcast would seem to use more than the sectors hold.
         before = np.maximum.accumulate(np.concatenate([[-1], end[:-1]]))  # where the accesses before it end
         self.result.touched = int(np.maximum(end - np.maximum(start, before), 0).sum())
         first, last = start // SECTOR, (end - 1) // SECTOR
@@ -197,6 +204,7 @@ class _Block:
             value = self.registers[operand]
             return Value(value.bits & _WORD((1 << bits) - 1), value.known)
         if operand in self.kernel.parameters:
+            # A pointer has no value before the launch: any will do that no other array reaches.
             number = (self.kernel.parameters.index(operand) + 1) * _BASE
         else:
             try:
@@ -229,6 +237,7 @@ class _Block:
 def _arithmetic(op: Op, read) -> list[Value]:
     """Returns the results of an instruction on integers; [] where it isn't one, or is not known here."""
     kind, width = op.type, width_of(op.type)
+    # No address is computed in floating point.
     if kind.startswith(("f", "bf")) and op.kind not in ("mov",):
         return []
     operands = op.operands
@@ -310,7 +319,9 @@ def _result(op: Op, a: list[np.ndarray], width: int, is_signed: bool) -> np.ndar
                 product = (s[0] * s[1] >> s[0].dtype.type(32)).astype(_WORD) if width == 32 else _high(a[0], a[1])
             return product + a[2] if op.kind == "mad" else product
         case "div" | "rem":
+            # Threads that a guard turns off may hold a zero, and numpy would warn.
             divisor = np.where(s[1] == 0, s[1].dtype.type(1), s[1])
+            # PTX rounds to zero, numpy to minus infinity.
             quotient = (
                 (np.abs(s[0]) // np.abs(divisor)) * np.sign(s[0]) * np.sign(divisor) if is_signed else s[0] // divisor
             )
@@ -333,6 +344,7 @@ def _result(op: Op, a: list[np.ndarray], width: int, is_signed: bool) -> np.ndar
 
 def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns the upper 64 bits of the products of 64."""
+    # In Python's integers, as numpy has none of 128 bits. A division by a constant compiles to such a product.
     return np.array([(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)], _WORD)
 
 

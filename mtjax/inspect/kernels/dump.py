@@ -49,11 +49,13 @@ def read(folder: Path, module: str) -> Dump:
         names = {int(number): name for name, number in found}
         for number, name, *sizes in _LAUNCH.findall(path.read_text()):
             x, y, z, *threads, shared = (int(size or 0) for size in sizes)
+            # A kernel that is launched several times has the same sizes each time: XLA makes a kernel for each shape.
             launches[name] = KernelLaunch((x, y, z), (threads[0], threads[1], threads[2]), shared)
             of_instruction[names.get(int(number), name)] = name
     kernels: dict[str, ptx.PtxEntry] = {}
     files: list[Path] = []
     for path in sorted(folder.glob("*.ptx")):
+        # Other programs that are compiled meanwhile write into the same folder.
         found = {name: k for name, k in ptx.parse(path.read_text()).items() if name in launches}
         if found:
             kernels |= found

@@ -91,6 +91,7 @@ def machine_of(
     """
     followed = Followed(1, np.zeros(0, np.int64)) if is_matmul else follow(ptx, launch.threads, launch.grid)
     per_thread = followed.bytes_per_thread(ptx)
+    # PTX tells what a thread accesses, machine code what a loop's iteration does: only both tell the iterations.
     times = assembled.code.times(per_thread)
     counts = _by_pipe(assembled.code.counts(times))
     shared = assembled.shared + launch.shared
@@ -125,6 +126,7 @@ def _by_pipe(names: Mapping[str, float]) -> dict[str, float]:
 
 def _seconds(counts: Mapping[str, float], followed: Followed, launch: KernelLaunch, gpu: Gpu) -> dict[str, float]:
     """Returns the seconds of each clock on the SM with most blocks."""
+    # Of the last, partial wave an SM may have one block more than others, for which all wait.
     blocks = math.ceil(launch.blocks / gpu.multiprocessors)
     clock = gpu.clock * 1e9
     rates = {**rates_of(gpu.compute_capability), ISSUE: ISSUED}
@@ -132,6 +134,7 @@ def _seconds(counts: Mapping[str, float], followed: Followed, launch: KernelLaun
     threads = blocks * math.ceil(launch.block_threads / 32) * 32
     seconds = {pipe: threads * count / rates[pipe] / clock for pipe, count in counts.items()}
     requested = sum(access.sectors for access in followed.accesses.values()) / L1_SECTORS
+    # What warps request passes the L1 cache each time; the block's distinct sectors come from L2 at least once.
     seconds[SECTORS] = blocks * max(requested, followed.sectors / L2_SECTORS) / clock
     return seconds
 

@@ -25,6 +25,7 @@ class SassInstruction:
         """Bytes that a thread accesses in global memory; 0 for other instructions."""
         if self.name not in _ANCHORS:
             return 0
+        # Without a size a load is of 4 bytes.
         sizes = {"8": 1, "16": 2, "64": 8, "128": 16, "256": 32}
         return next((sizes[part.lstrip("US")] for part in self.modifiers.split(".") if part.lstrip("US") in sizes), 4)
 
@@ -60,6 +61,8 @@ class Code:
         sizes = [
             (machine.access_bytes, inside) for machine, inside in zip(self.instructions, self.in_loop, strict=True)
         ]
+        # All loops get the same number of iterations. Where a kernel has several, this is their mean, weighted by what
+        # they access.
         once, each = sum(n for n, inside in sizes if not inside), sum(n for n, inside in sizes if inside)
         return max(1.0, (bytes_per_thread - once) / each) if each else 1.0
 
@@ -92,5 +95,6 @@ def _backwards(at: int, operands: str, labels: dict[str, int]) -> Iterator[tuple
     """Yields the loop that a branch ends; not that of the branch to itself after the end of every kernel."""
     target = re.search(r"\.L\w+", operands)
     first = labels.get(target[0]) if target else None
+    # Every kernel ends in a branch to itself, as padding.
     if first is not None and first < at:
         yield first, at

@@ -10,7 +10,7 @@ _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE = "/mtjax/"
-_WRAPPERS = ("/mtjax/sharding/no_hoist.py",)
+_WRAPPERS = ("/mtjax/sharding/axes.py",)
 """Files whose functions call others, which say more."""
 
 
@@ -40,7 +40,7 @@ class SourceLines:
         return next((line for line in map(self.line_of, _attributes(module, instruction)) if line), "")
 
     def line_of(self, attributes: str) -> str:
-        """Returns "models/dropout.py:42", the innermost line of mtjax of an instruction, or "" where XLA dropped it."""
+        """Returns "models/ops.py:42", the innermost line of mtjax of an instruction, or "" where XLA dropped it."""
         match = re.search(r"stack_frame_id=(\d+)", attributes)
         frame = int(match[1]) if match else 0
         seen: set[int] = set()
@@ -49,6 +49,7 @@ class SourceLines:
             numbers = _numbers(self.tables["StackFrames"][frame])
             place = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", 0), ""))
             path = self.tables["FileNames"].get(place.get("file_name_id", 0), "")
+            # From the innermost frame outwards: those of jax and flax come first and are the same for all operations.
             if _PACKAGE in path and not path.endswith(_WRAPPERS):
                 return f"{path.rsplit(_PACKAGE, 1)[1]}:{place.get('line', 0)}"
             frame = numbers.get("parent_frame_id", 1) - 1  # XLA prints one more than the parent's number

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves
@@ -51,6 +51,7 @@ def attend_across(
         else CudnnBlocks(scale)
     )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    # By position, not by distance: on a rank the tokens of a sample are not consecutive.
     first = None if options.window is None else context.positions - (options.window - 1)
     queries = QueryBlock(query, context.positions, context.segment_ids, first)
     if options.alibi is not None:
@@ -66,6 +67,7 @@ def dropout_of(
     that they are equal with every kernel and on every mesh; None without dropout."""
     if not options.rate or context.dropout_keys is None:
         return None
+    # The site of probabilities is 0, as in `xla.softmax_attention`.
     keys = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
     return DropoutState(keys, reshard(jnp.arange(query.shape[2]), spec("heads")))
 
@@ -97,6 +99,8 @@ class XlaBlocks:
         # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
             """Attends from a chunk of queries to all keys: the output and log-sums."""
+            # The log-sums are those before dropout, which multiplies normalized probabilities: blocks of keys merge by
+            # them.
             scores, _, factors = self._scores(chunk, keys, dropout, is_causal)[:3]
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
@@ -121,6 +125,8 @@ class XlaBlocks:
             scores, derivative, factors, largest = self._scores(chunk, keys, dropout, is_causal, self.observes)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             mixed, gradient, query = (_by_head(grouped(a)) for a in (chunk.mixed, chunk.gradient, chunk.query))
+            # Of the entire row, though this block has some of its keys: `mixed` and `gradient` are those of all of
+            # them.
             row_sums = (mixed.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
             d_probabilities = einsum_float32("bgmqd,bkgd->bgmqk", gradient, keys.value) * factors
             d_scores = probabilities * (d_probabilities - row_sums[..., None]) * self.scale
@@ -180,6 +186,7 @@ class XlaBlocks:
         def bits(key: Array, rows: Array, columns: Array) -> Array:
             return halves(key, rows[:, :, None], columns, self.length)
 
+        # Ring attention computes two pairs of chunks of each sample in one batch.
         copies = queries.query.shape[0] // dropout.keys.shape[0]
         drawn = jax.vmap(bits)(jnp.tile(dropout.keys, (copies, 1)), rows, columns)
         return (drawn >= jnp.uint32(keep_threshold(self.rate))) / np.float32(keep_share(self.rate))
@@ -194,6 +201,7 @@ def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "b
     if queries.first is not None:
         near = keys.positions[:, None, :] >= queries.first[:, :, None]
         if not is_causal:
+            # As far behind the token as `first` is before it.
             last = 2 * queries.positions - queries.first
             near &= keys.positions[:, None, :] <= last[:, :, None]
         seen = near if seen is None else seen & near
@@ -235,6 +243,7 @@ def _scan_queries(
       The carry, and the arrays concatenated, [batch, seq, ...].
     """
     length = queries.query.shape[1]
+    # The fewest chunks that divide the length and have no more queries than allowed.
     count = next(n for n in range(-(-length // (at_a_time or QUERIES_AT_A_TIME)), length + 1) if length % n == 0)
     if count == 1:
         return one(carry, queries)

@@ -8,9 +8,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
-from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.scores import softmax_with_sinks
-from mtjax.models.kernels.xla import HEADS
+from mtjax.models.kernels.xla import HEADS, AttentionOptions
 from mtjax.models.kv_cache import CachePositions, LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.quantized_cache import Scaled, numbers_and_scales
@@ -74,8 +73,10 @@ def _visible(
     the scores."""
     keys, positions = at, cache_positions.positions[:, :, None]
     is_visible: Any = True
+    # A window's cache is a ring: each sequence has its own positions in it, and slots that were never written.
     if at.ndim > 1:
         at, is_visible = at[:, None], at[:, None] >= 0
+    # Tokens of a chunk of the prompt are in the cache already when it is read: those behind a token are hidden here.
     is_visible &= at <= positions
     if options.window is not None:
         is_visible &= positions - at < options.window
@@ -115,6 +116,7 @@ def attend_grouped(
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
+    # Before the cap and the biases, which apply to scores of the real size.
     if key_scales is not None:
         scores *= key_scales[:, :, None, None]
     scores = options.cap(scores)
@@ -126,6 +128,7 @@ def attend_grouped(
     else:
         sinks = options.sinks.reshape(groups, -1, 1, 1, out_sharding=spec("heads", None, None, None))
         probabilities = softmax_with_sinks(scores, sinks)
+    # A scale is that of a token's value, so it may multiply the token's probability instead.
     if value_scales is not None:
         probabilities *= value_scales[:, :, None, None]
     probabilities = probabilities.astype(values.dtype)

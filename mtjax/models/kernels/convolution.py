@@ -26,6 +26,8 @@ def causal_convolution(
       before: inputs of the taps - 1 tokens before; zeros when None.
       segments: document of each token, which may begin with those of the tokens before: no tap crosses documents.
     """
+    # Outside the custom_vjp, whose gradients have the types of its arguments: float32, and varying over ranks as the
+    # channels do.
     weights = varying_like(weights.astype(jnp.float32), mixed)
     if bias is not None:
         bias = varying_like(bias.astype(jnp.float32), mixed)
@@ -59,6 +61,7 @@ def _of_document(x: Array, back: int, segments: Array | None) -> Array:
     """Selects the tokens whose document is that of the token `back` before them."""
     if segments is None or not back:
         return x
+    # `segments` may begin with the taps - 1 tokens before the samples: x has the last of them.
     same = jnp.pad(segments[:, back:] == segments[:, :-back], ((0, 0), (back, 0)))[:, -x.shape[1] :]
     return jnp.where(same[..., None, None], x, 0)
 
@@ -68,13 +71,12 @@ def _forward(*inputs: Any) -> tuple[Array, tuple[Any, ...]]:
 
 
 def _backward(inputs: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Computes the gradients, tap by tap.
-
-    XLA: would compute what each tap reads, in float32, with the recompute of a layer, and keep all of it through the
-    backward pass of the scan behind the convolution.
-    """
+    """Computes the gradients, tap by tap."""
     mixed, weights, bias, before, segments = inputs
+    # XLA: without barriers, it would compute what each tap reads, in float32, with the recompute of a layer, and keep
+    # all of it through the backward pass of the scan behind the convolution.
     (mixed, gradient), taps, length = lax.optimization_barrier((mixed, gradient)), len(weights), mixed.shape[1]
+    # Computed again, as nothing but the arguments is saved.
     _, back = jax.vjp(jax.nn.silu, _total(mixed, weights, bias, before, segments))
     (own,) = back(gradient.astype(jnp.float32))
     of_seen: Any = 0.0

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from mtjax.layout.attention_kernel import documents_at_most
 from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash

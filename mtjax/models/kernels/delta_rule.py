@@ -19,9 +19,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks
-from mtjax.sharding.axes import spec, varying_like
-from mtjax.sharding.no_hoist import where
+from mtjax.models.kernels.ssd import HIGHEST, between, in_chunks, joined, to_last, whole_chunks, wide_einsum
+from mtjax.sharding.axes import spec, varying_like, where
 
 
 class DeltaInputs(NamedTuple):
@@ -56,6 +55,7 @@ def delta_scan(
     if state is None:
         state = _constant_state(inputs, jnp.zeros((inputs.key.shape[-1], inputs.value.shape[-1])))
     else:
+        # The loops have the key first, as products of chunks read it; caches have the value first, as in Mamba-2.
         state = jnp.swapaxes(state, -1, -2)
     y, state = _pass_chunks(inputs, size, at_once, state, None)
     return y, jnp.swapaxes(state, -1, -2)
@@ -74,7 +74,7 @@ class Passage(NamedTuple):
     def read(self, state: Float[Array, "b u h n p"]) -> Float[Array, "b s u h p"]:
         """Computes what the tokens read where a state comes in, which has the type of the values."""
         # XLA: for CPUs it has no such product of 16-bit types where tokens come before the heads.
-        of_state = _wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
+        of_state = wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
         return (self.own.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.own.dtype)
 
 
@@ -110,6 +110,7 @@ def _pass_chunks(
     # With decay and beta 0, padding leaves the state as it is.
     inputs = whole_chunks(inputs, size)
     count = inputs.value.shape[1] // size
+    # As many chunks as possible, of which all blocks have equally many.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
@@ -117,6 +118,7 @@ def _pass_chunks(
     def block(carry: tuple[Array, Array | None], own: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
         """Passes the state through the chunks of a block; returns it, and the block's outputs."""
         state, before = carry
+        # A step saves the state that comes in, and recomputes its products in the backward pass.
         state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
         # [c b u h q p] -> [b c q u h p]
         y = joined(jnp.transpose(y, (1, 0, 4, 2, 3, 5)))
@@ -126,6 +128,7 @@ def _pass_chunks(
         (state, _), y = block((state, before), inputs)
         return y[:, :length], state
     blocks = jax.tree.map(lambda v: _cut(v, at_once * size), inputs)
+    # A block saves the state that comes in, and what all chunks read of each other is alive for one block at a time.
     (state, _), y = lax.scan(jax.checkpoint(block), (state, before), blocks)
     return joined(jnp.moveaxis(y, 0, 1))[:, :length], state
 
@@ -136,6 +139,7 @@ def delta_step(
     """Runs the recurrence for one token of each sequence, in float32; arguments and results as of `delta_scan`."""
     query, key, value, decay, beta = (v[:, 0].astype(jnp.float32) for v in inputs[:5])
     state = jnp.exp(decay)[..., None, None] * state
+    # Of the decayed state: the token replaces part of what is left at its key, not of what was there before.
     held = jnp.einsum("buhpn,bun->buhp", state, key, precision=HIGHEST)
     written = (value - held) * beta[..., None]
     state = state + written[..., None] * key[:, :, None, None]
@@ -144,12 +148,10 @@ def delta_step(
 
 
 class _Chunk(NamedTuple):
-    """What the loop over chunks reads of one; of all of them with a dimension c before the others.
+    """What the loop over chunks reads of one; of all of them with a dimension c before the others."""
 
-    XLA: each step of the loop is a few short kernels, which take their latency. So matrices that meet the same operand
-    are one, and decays are multiplied into them before.
-    """
-
+    # XLA: each step of the loop is a few short kernels, which take their latency. So matrices that meet the same
+    # operand are one, and decays are multiplied into them before.
     readers: Float[Array, "b u h q+q n"]
     """Meets the state that comes in: what tokens write less for it, then their queries. Rows of other documents than
     the state's are 0."""
@@ -178,8 +180,11 @@ class _Chunk(NamedTuple):
             from_start = jnp.where((segments == earlier[..., None])[:, :, None, None], from_start, 0)
             to_end = jnp.where((segments == last[..., None])[:, :, None, None], to_end, 0)
             total = jnp.where((last == earlier)[..., None, None], total, 0)
+        # Masked before the exponential: decays to later tokens are positive, and would overflow.
         fades = jnp.exp(where(sees, between(until), -jnp.inf))
-        alike, scores = (_wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
+        alike, scores = (wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
+        # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns behind the
+        # inverse.
         rates = jnp.moveaxis(beta, 2, -1)
         earlier_tokens = np.tril(np.ones((size, size), bool), -1)
         system = where(jnp.asarray(earlier_tokens)[None, None, None, None], alike * fades, 0.0) * rates[..., None]
@@ -191,7 +196,7 @@ class _Chunk(NamedTuple):
         reads = jnp.einsum("cbuhqk,cbkun->cbuhqn", starts, key)
         return cls(
             jnp.concatenate([reads, queries.astype(dtype)], -2),
-            _wide_einsum("cbuhqk,cbkuhp->cbuhqp", solved.astype(dtype), value),
+            wide_einsum("cbuhqk,cbkuhp->cbuhqp", solved.astype(dtype), value),
             jnp.concatenate([(scores * fades).astype(dtype), keys.astype(dtype)], -2),
             total,
         )
@@ -200,28 +205,29 @@ class _Chunk(NamedTuple):
 def _pass_chunk(state: Float[Array, "b u h n columns"], chunk: _Chunk) -> tuple[Array, Float[Array, "b u h q columns"]]:
     """Passes the state through a chunk, and computes what its tokens read."""
     dtype, (size, width) = chunk.readers.dtype, chunk.written.shape[-2:]
-    held = _wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
+    held = wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
     values = chunk.written
     if more := state.shape[-1] - width:
+        # The identity's columns (`delta_passage`) write nothing of their own.
         values = jnp.pad(values, [(0, 0)] * 4 + [(0, more)])
     written = values - held[..., :size, :]
-    taken = _wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
+    taken = wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
     y = held[..., size:, :] + taken[..., :size, :]
     return chunk.total[..., None, None] * state + taken[..., size:, :], y.astype(dtype)
 
 
 @jax.custom_vjp
 def inverse_of_unit_lower(system: Float[Array, "*batch q k"]) -> Float[Array, "*batch q k"]:
-    """Inverts `I + system`, strictly lower triangular matrices of float32.
-
-    Blocks of 1, 2, 4 ... are inverted from those of half their size, all at once: it is as stable as forward
-    substitution, where a sum of powers would cancel for keys that are alike.
-    """
+    """Inverts `I + system`, strictly lower triangular matrices of float32."""
+    # Blocks of 1, 2, 4 ... are inverted from those of half their size, all at once: it is as stable as forward
+    # substitution, where a sum of powers would cancel for keys that are alike.
     size = system.shape[-1]
     index = np.arange(size)
+    # Blocks of two tokens: their inverse has the negated entry below the diagonal.
     inverse = jnp.eye(size, dtype=system.dtype) - _below(system, index, 1)
     half = 2
     while half < size:
+        # Of [[A, 0], [C, B]] the inverse is [[A^-1, 0], [-B^-1 C A^-1, B^-1]]; the other blocks of the products are 0.
         below = _product(_product(inverse, _below(system, index, half)), inverse)
         inverse, half = inverse - below, 2 * half
     return inverse
@@ -250,10 +256,6 @@ inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 def _product(one: Array, other: Array) -> Array:
     return jnp.einsum("...qi,...ik->...qk", one, other, precision=HIGHEST)
-
-
-def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
-    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
 def _cut(x: Array, size: int) -> Array:

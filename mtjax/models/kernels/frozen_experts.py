@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from mtjax.models.activations import activation_of
-from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, take_rows
+from mtjax.models.kernels.grouped import BlockedArguments, Blocks, Division, add_rows, owners_of
+from mtjax.models.ops import activation_of
 from mtjax.sharding.axes import varying_like
+from mtjax.sharding.experts.ragged_all_to_all import take_rows
 
 
 class FrozenBlocks(NamedTuple):
@@ -31,8 +32,7 @@ class FrozenBlocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array, *others: Array) -> Array:
         """See `ExpertCompute`."""
-        is_here = (experts >= 0) & (experts < up.shape[0])
-        owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
+        owners = owners_of(experts, up.shape[0])
         rows = Blocks(self.activation, self.num_experts).rows(owners.size)
         run = _Adapted(
             BlockedArguments(activation_of(self.activation), rows, experts.shape[1]), self.num_biases, self.scale
@@ -117,6 +117,8 @@ def _blocked_backward(run: _Adapted, saved: tuple[Array, ...], gradient: Array) 
         expert, gate = block.expert, gates[block.pairs][:, None]
         rows, d_out = take_rows(x, block.tokens), take_rows(gradient, block.tokens)
         biases, first, second = run.of_expert(expert, tuple(others))
+        # By tokens and adapters alone: no product computes the gradient of a frozen matrix, which would be the largest
+        # array.
         hidden, vjp = jax.vjp(lambda rows, *ab: run.hidden(rows, up[expert], biases, ab), rows, *first)
         d_hidden, parts = _float32(d_out, down[expert].T), ()  # without the gate
         gated = (d_out * gate).astype(x.dtype)
@@ -126,6 +128,7 @@ def _blocked_backward(run: _Adapted, saved: tuple[Array, ...], gradient: Array) 
             parts = (_float32(hidden.T, run.low(gated, b.T)), _float32(run.low(hidden, a).T, gated))
         d_gate = (hidden.astype(jnp.float32) * d_hidden).sum(-1)
         d_rows, *of_first = vjp((d_hidden * gate).astype(x.dtype))
+        # Padding repeats pairs of other blocks, so it must not write.
         pairs = jnp.where(block.is_pair, block.pairs, len(gates))
         added = zip(d_adapters, (*of_first, *parts), strict=True)
         return (

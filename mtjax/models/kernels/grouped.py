@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.models.activations import activation_of
+from mtjax.models.ops import activation_of
 from mtjax.sharding.axes import varying_like
+from mtjax.sharding.experts.ragged_all_to_all import take_rows
 
 LONGEST, SHORTEST = 1024, 8
 """Rows of a block, at most and at least."""
@@ -33,16 +34,21 @@ class Blocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array, *biases: Array) -> Array:
         """See `ExpertCompute`."""
-        # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
-        is_here = (experts >= 0) & (experts < up.shape[0])
-        owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
+        owners = owners_of(experts, up.shape[0])
         run = BlockedArguments(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:
         """Returns the rows of a block, a power of two."""
         mean = pairs // (self.num_experts * BLOCKS_OF_AN_EXPERT)
+        # An expert's last block is half padding on average: of BLOCKS_OF_AN_EXPERT blocks that is 1/16 of its rows.
         return min(max(1 << max(mean.bit_length() - 1, 0), SHORTEST), LONGEST)
+
+
+def owners_of(experts: Int[Array, "tokens chosen"], count: int) -> Int[Array, " pairs"]:
+    """Returns the expert of each pair, of this rank's `count`."""
+    # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
+    return jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
 
 
 class BlockedArguments(NamedTuple):
@@ -102,6 +108,8 @@ class Division(NamedTuple):
         order = jnp.argsort(owners, stable=True).astype(jnp.int32)
         # Each expert has ceil(count / rows) blocks, so that no block has pairs of two experts.
         counts = jnp.zeros(experts, jnp.int32).at[owners].add(1, mode="drop")
+        # The last block's slice would otherwise start earlier, as `dynamic_slice` clamps indices, and read pairs of
+        # other experts.
         padded = jnp.concatenate([order, jnp.zeros(run.rows, jnp.int32)])
         return cls(run, padded, counts, jnp.cumsum(-(-counts // run.rows)), owners.size // run.chosen)
 
@@ -122,11 +130,6 @@ class Division(NamedTuple):
         pairs = lax.dynamic_slice_in_dim(self.order, first + start, size)
         is_pair = start + jnp.arange(size) < count
         return _Block(expert, pairs, jnp.where(is_pair, pairs // self.run.chosen, self.tokens), is_pair)
-
-
-def take_rows(x: Array, rows: Array) -> Array:
-    """Gathers rows of x; zeros past the last."""
-    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def add_rows(x: Array, rows: Array, values: Array) -> Array:
@@ -196,10 +199,12 @@ def _blocked_backward(run: BlockedArguments, saved: tuple[Array, ...], gradient:
         d_gate = (hidden.astype(jnp.float32) * d_hidden).sum(-1)
         d_rows, block_d_up, *block_d_biases = vjp((d_hidden * gate).astype(x.dtype))
         block_d_down = dot_float32(hidden.T, (d_out * gate).astype(x.dtype))
+        # Padding repeats pairs of other experts, so it must not write.
         pairs = jnp.where(block.is_pair, block.pairs, len(gates))
         return (
             add_rows(d_x, block.tokens, d_rows.astype(jnp.float32)),
             d_gates.at[pairs].set(d_gate, mode="drop", unique_indices=True),
+            # A block's gradients are added to those of its expert's other blocks.
             d_up.at[expert].add(block_d_up.astype(jnp.float32)),
             d_down.at[expert].add(block_d_down),
             *(total.at[expert].add(part) for total, part in zip(d_biases, block_d_biases, strict=True)),
@@ -213,10 +218,9 @@ def _blocked_backward(run: BlockedArguments, saved: tuple[Array, ...], gradient:
 
 
 def _zeros_like(a: Array) -> Array:
-    """Returns float32 zeros that depend on `a`.
-
-    XLA: layers in one iteration of a loop would share others, and copy them for each layer but the last.
-    """
+    """Returns float32 zeros that depend on `a`."""
+    # XLA: other zeros would be shared by all layers in one iteration of a loop, and copied for each but the last. It
+    # removes barriers before it merges equal constants.
     return (a > jnp.inf).astype(jnp.float32)
 
 

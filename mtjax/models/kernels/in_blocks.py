@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mtjax.layout.attention_kernel import queries_at_a_time, spans_of
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import DropoutState, KVBlock, QueryBlock
@@ -33,6 +33,7 @@ def attend(
     scale = options.scale_of(query.shape[-1])
     observes = options.largest_scores is not None
     kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate, observes)
+    # An array: with layers of several windows it is selected by the layer's number, and traced.
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
     inputs = Inputs(context.segment_ids, window, slopes, dropout_of(query, context, options))
@@ -70,6 +71,7 @@ class InBlocks:
         """See `FlashKernel`."""
         queries, keys = _blocks(query, key, value, more)
         kernel = self._kernel(query, key)
+        # Unrolled, as spans have different numbers of keys.
         parts = [kernel.forward(*span, more.dropout, self.is_causal) for span in self._spans(queries, keys)]
         mixed, log_sums = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
         return mixed, log_sums.swapaxes(1, 2)
@@ -82,6 +84,7 @@ class InBlocks:
         queries, keys = _blocks(query, key, value, more)
         rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
         kernel, spans = self._kernel(query, key), self._spans(rows, keys)
+        # The last span has all keys, so its gradients have the full length, to which the others are added.
         last, d_key, d_value, *largest = kernel.backward(*spans[-1], more.dropout, self.is_causal)
         of_rows = [(last, *largest)]
         for span in reversed(spans[:-1]):

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int
 
 from mtjax.models.layer_context import LayerContext
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import no_hoist
 
 
 def attention_mask(
@@ -33,6 +33,7 @@ def causal_mask(
     """
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if isinstance(window, int):
+        # A static window needs no mask of the layer's own: one array serves all layers.
         causal = jnp.triu(causal, 1 - window)
     elif window is not None:
         # XLA: the distances alone would be hoisted out of the scan over layers, in 32 bits.

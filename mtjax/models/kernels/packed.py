@@ -62,6 +62,7 @@ class Packed:
 
         def in_blocks(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
             out, log_sums = self._blocks.forward(query, key, value, self._inputs(more))
+            # Both branches return arrays of one shape: that of cuDNN's statistics.
             return out, jnp.pad(log_sums, ((0, (self.most - 1) * len(log_sums)), (0, 0), (0, 0)))
 
         return either(fits, packed, in_blocks, query, key, value)
@@ -116,6 +117,7 @@ def documents(
     """
     is_start = segments[:, 1:] != segments[:, :-1]
     is_start = jnp.pad(is_start, ((0, 0), (1, 0)), constant_values=True)
+    # One more than allowed, which tells whether a sample has too many.
     find = partial(jnp.nonzero, size=most + 1, fill_value=-1)
     starts = jax.vmap(lambda row: find(row)[0])(is_start).astype(jnp.int32)
     ends = jnp.where(starts[:, 1:] < 0, segments.shape[1], starts[:, 1:])

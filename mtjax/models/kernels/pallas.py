@@ -24,7 +24,7 @@ from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.kernels import in_blocks
 from mtjax.models.kernels.blocks import dropout_of
 from mtjax.models.kernels.in_blocks import Inputs
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
@@ -98,12 +98,15 @@ class Pallas:
         groups = key.shape[2]
         shared, blocks, sizes = heads // groups, length // PALLAS_BLOCK, _Sizes.of(query, value)
         wide, narrow = _width(query), _width(value)
+        # Outside the kernels, which would each compute it again for every block that they meet.
         row_sums = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         arrays = (query, key, value, gradient, statistics, row_sums, more)
         # Of a block of keys, all queries of the heads that share it.
         every = lambda width: pl.BlockSpec((None, length, shared, width), lambda i, g, b: (b, 0, g, 0))  # noqa: E731
         one = lambda width: pl.BlockSpec((None, PALLAS_BLOCK, None, width), lambda i, g, b: (b, i, g, 0))  # noqa: E731
         rows = pl.BlockSpec((None, shared, length), lambda i, g, b: (b, g, 0))
+        # A kernel for each side, whose gradients stay in registers until they are complete: seven matmuls. One kernel
+        # for both has five, but adds one side's gradients up in memory.
         d_key, d_value = self._call(
             _backward_of_keys,
             KEYS_BACKWARD,
@@ -196,6 +199,7 @@ class _Sizes:
     def load(self, ref: Any, block: Any, width: int, *head: Any) -> Array:
         """Loads a block of rows, of a head where `ref` has several: the columns beyond `width` are zeros."""
         mask = (jnp.arange(ref.shape[-1]) < width)[None, :]
+        # Zeros beyond the head's width add nothing to products.
         return triton.load(ref.at[(_rows(block), *head, slice(None))], mask=mask, other=0.0)
 
     def probabilities(self, query: Array, key: Array, at: tuple[Any, Any], segments: Any) -> Array:
@@ -215,6 +219,7 @@ class _Sizes:
             return None
         # As `threefry.halves` draws them, with the counter of four neighbours drawn once.
         stride = jnp.uint32(-(-self.length // 4) * 4)
+        # Counters of 64 bits in two words of 32: rows beyond what the low word can number count in the high word.
         low_rows = jnp.uint32(2**32 // (-(-self.length // 4) * 4))
         shape = (PALLAS_BLOCK, PALLAS_BLOCK // 4)
         row = lax.broadcasted_iota(jnp.uint32, shape, 0) + (
@@ -231,6 +236,7 @@ class _Sizes:
             [jnp.where(half >= least, factor, 0.0) for half in halves]
             for halves in zip(*map(_split, words), strict=True)
         )
+        # Four neighbours have the low and the high half of the first word, then those of the second.
         both = jnp.stack([jnp.stack(low, axis=-1), jnp.stack(high, axis=-1)], axis=-1)
         return both.reshape(PALLAS_BLOCK, PALLAS_BLOCK)
 
@@ -261,8 +267,11 @@ def _forward(
         """Adds a block of keys to the weighted values [block, value_width], largest scores and sums [block]."""
         mixed, largest, total = carry
         scores = sizes.probabilities(query, sizes.load(key_ref, keys, sizes.width), (block, keys), more.segments)
+        # Where all keys so far are hidden, `largest` is HIDDEN_SCORE and weights are 1: the first visible key shrinks
+        # them to 0.
         new = jnp.maximum(largest, scores.max(1))
         shrink, weights = jnp.exp(largest - new), jnp.exp(scores - new[:, None])
+        # Before dropout: it drops probabilities, which are normalized by all keys.
         total = total * shrink + weights.sum(1)
         factors = sizes.kept(more.dropout, 0, (block, keys))
         weights = weights if factors is None else weights * factors
@@ -313,6 +322,7 @@ def _backward_of_keys(
     """Computes the gradients of a block of keys and values: sums over the queries of all heads that share them."""
     block = pl.program_id(0)
     key, value = sizes.load(key_ref, 0, sizes.width), sizes.load(value_ref, 0, sizes.value_width)
+    # Queries before a block of keys don't see it.
     first = block if sizes.is_causal else 0
     count = sizes.blocks - first
 

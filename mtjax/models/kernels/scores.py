@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus, plus_difference
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import where
 
 
 def adjusted(
@@ -52,6 +52,7 @@ def observed(
 
 
 def _observed_forward(scores: Array, mask: Array, zeros: Array) -> tuple[Array, Array]:
+    # Named, so that it is saved, where scores are recomputed, too: recompute would otherwise need all scores for it.
     largest = where(mask, scores, HIDDEN_SCORE).max((0, 2, 3))
     return scores, checkpoint_name(largest, ATTENTION_STATISTICS)
 
@@ -99,6 +100,7 @@ def _softmax_with_sinks_derivative(primals: tuple[Array, Array], tangents: tuple
 
 def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:
     """Computes softmax over keys whose denominator has one more logit, `sinks`, [..., 1]."""
+    # Also the sink's: exp(sinks - highest) would overflow where a row's scores are far below it.
     highest = jnp.maximum(scores.max(-1, keepdims=True), sinks)
     weights = jnp.exp(scores - highest)
     return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - highest))

@@ -15,8 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import joined_spec, spec, varying_like
-from mtjax.sharding.no_hoist import where
+from mtjax.sharding.axes import joined_spec, spec, varying_like, where
 
 HIGHEST = lax.Precision.HIGHEST
 Inputs = TypeVar("Inputs", bound=Any)
@@ -59,6 +58,7 @@ def scan(
     size = min(size, length)
     inputs = whole_chunks(inputs, size)
     count = inputs.x.shape[1] // size
+    # As many chunks as possible, of which all blocks have equally many.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
 
     def block(state: Array | None, before: Array | None, own: ScanInputs) -> tuple[Array, Array]:
@@ -82,6 +82,8 @@ def scan(
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
     blocks = jax.tree.map(lambda v: jnp.moveaxis(in_chunks(v, at_once * size), 1, 0), inputs)
+    # A block saves the state that comes in; its weights between tokens are recomputed, and alive for one block at a
+    # time.
     (state, _), y = lax.scan(jax.checkpoint(iteration), (state, before), blocks)
     return joined(jnp.moveaxis(y, 0, 1))[:, :length], state
 
@@ -110,6 +112,7 @@ def left_behind(inputs: ScanInputs, a: Float[Array, "u h"], size: int) -> tuple[
     size = min(size, inputs.x.shape[1])
     chunks = _Chunks.of(whole_chunks(inputs, size), a, size, None)
     total = chunks.total
+    # Summed from the end: a difference of sums from the start would lose digits where the decay before is strong.
     behind = jnp.flip(jnp.cumsum(jnp.flip(total, 1), 1), 1) - total
     weights = jnp.exp(behind)
     if chunks.segments is not None:
@@ -142,8 +145,11 @@ def pass_states(
     fades, breaks, own = until[:, :, None] - decay[:, None], None, None
     if goes_on is not None:
         breaks = jnp.cumsum(~goes_on, 1)
+        # Chunks in which a document begins, up to and with each chunk (`breaks`), and without it (`own`): a state
+        # passes where none is between.
         own = breaks - ~goes_on
         passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]
+    # Masked before the exponential: differences to later chunks are positive, and would overflow.
     weights = jnp.exp(jnp.where(passes, fades, -jnp.inf))
     incoming = jnp.einsum("bizuh,bzuhpn->biuhpn", weights, states, precision=HIGHEST)
     if first is not None:
@@ -202,7 +208,7 @@ class _Chunks(NamedTuple):
         if self.segments is not None:
             left = jnp.where((self.segments == self.segments[:, :, -1:])[:, :, None, None], left, 0)
         left = jnp.moveaxis(left, -1, 2)[..., None]
-        return _wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left).astype(self.x.dtype))
+        return wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left).astype(self.x.dtype))
 
     def within(self) -> Float[Array, "b c q u h p"]:
         """Computes what tokens read of those before them in their chunk."""
@@ -211,7 +217,7 @@ class _Chunks(NamedTuple):
         if self.segments is not None:
             sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
         fades = jnp.exp(where(sees, between(self.decay), -jnp.inf))
-        scores = _wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
+        scores = wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
         weights = (scores[:, :, :, None] * fades * self.rate[..., None, :]).astype(self.x.dtype)
         return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
 
@@ -222,15 +228,14 @@ class _Chunks(NamedTuple):
             assert self.before is not None
             fades = jnp.where((self.segments == self.before[..., None])[:, :, None, None], fades, 0)
         read = jnp.einsum("bcqun,bcuhpn->bcquhp", self.c, states.astype(self.x.dtype))
+        # After the product, in which rows are tokens: the decay is a factor of a row, and stays float32.
         return read * jnp.moveaxis(fades, -1, 2)[..., None]
 
 
 def between(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q q"]:
-    """Computes the decay from each token (last) to each other, 0 from a token to itself.
-
-    XLA: a difference of two equal numbers has gradients that cancel, and leaves rounding of what tokens read of
-    themselves. With strong decays that is far more than the gradients of what they read of others.
-    """
+    """Computes the decay from each token (last) to each other, 0 from a token to itself."""
+    # A difference of two equal numbers has gradients that cancel, and leaves rounding of what tokens read of
+    # themselves. With strong decays that is far more than the gradients of what they read of others.
     size = decay.shape[-1]
     others = jnp.asarray(~np.eye(size, dtype=bool)).reshape((1,) * (decay.ndim - 1) + (size, size))
     return where(others, decay[..., :, None] - decay[..., None, :], 0.0)
@@ -241,7 +246,8 @@ def to_last(decay: Float[Array, "*batch q"]) -> Float[Array, "*batch q"]:
     return jnp.pad(decay[..., -1:] - decay[..., :-1], [(0, 0)] * (decay.ndim - 1) + [(0, 1)])
 
 
-def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
+def wide_einsum(subscripts: str, *arrays: Array) -> Array:
+    """Computes an einsum whose sums, and result, are float32."""
     return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
@@ -270,5 +276,6 @@ def whole_chunks(inputs: Inputs, size: int) -> Inputs:
     if inputs.segments is None:
         return padded
     # Padding belongs to the last document.
+    # The subtraction makes the padding's zeros the last document's number.
     last = inputs.segments[:, -1:]
     return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

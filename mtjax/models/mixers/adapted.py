@@ -10,9 +10,8 @@ from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
-from mtjax.models.mixers.attention import FusedQKV
-from mtjax.models.mixers.mlp import MLP
 from mtjax.models.mixers.projected import ProjectedSelfAttention
+from mtjax.models.mixers.transformer import MLP, FusedQKV
 from mtjax.sharding.kv_heads import heads_in_use
 
 QKV_SITE, OUTPUT_SITE, UP_SITE, DOWN_SITE = 5, 6, 7, 8
@@ -30,6 +29,7 @@ class Adapted(nnx.Module):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters of the mixer, then those of the adapters, from the same key."""
+        # The mixer draws what it would draw without adapters.
         super().__init__(model, output_std=output_std, key=key)  # pyright: ignore[reportCallIssue]
         low = adapters_of(model, self.target)
         assert low is not None, "mixers.registry has asked"
@@ -55,6 +55,7 @@ class AdaptedSelfAttention(Adapted, ProjectedSelfAttention):
     def add_adapters(self, model: Model, key: Array) -> None:
         """See `Adapted.add_adapters`."""
         del model
+        # Adapters of query and of key and value are two where their matrices are two parameters.
         qkv_key, output_key = jax.random.split(key)
         if isinstance(self.qkv, FusedQKV):
             add_adapter(self.qkv, 1, self.low, qkv_key)

@@ -11,7 +11,7 @@ from mtjax.models.kernels.frozen_experts import FrozenBlocks
 from mtjax.models.lora import adapter_of, add_adapter
 from mtjax.models.mixers.adapted import AdaptedMLP
 from mtjax.models.mixers.experts import Experts, named
-from mtjax.models.mixers.mlp import MLP
+from mtjax.models.mixers.transformer import MLP
 
 
 class AdaptedExperts(Experts):
@@ -25,6 +25,8 @@ class AdaptedExperts(Experts):
         self.blocks = FrozenBlocks(model.activation, model.num_experts, num_biases, low.scale if low else 1.0)
         if low is None:
             return
+        # Split as `Experts` does. `first_factor` folds a number in, so that an adapter does not repeat its matrix's
+        # bits.
         up_key, down_key, *_ = jax.random.split(key, 4)
         add_adapter(self.up, 2, low, up_key)
         add_adapter(self.down, 2, low, down_key)

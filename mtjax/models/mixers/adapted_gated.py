@@ -4,11 +4,10 @@ import jax
 from jax import Array
 
 from mtjax.config import Model
-from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared
 from mtjax.models.mixers.adapted import QKV_SITE, AdaptedSelfAttention
 from mtjax.models.mixers.gated_attention import GatedSelfAttention
-from mtjax.models.mixers.mixer import State
 
 
 class AdaptedGatedAttention(AdaptedSelfAttention, GatedSelfAttention):

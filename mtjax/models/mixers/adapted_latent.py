@@ -5,10 +5,10 @@ from jax import Array
 
 from mtjax.config import Model
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.adapted import Adapted
 from mtjax.models.mixers.latent_attention import LatentAttention, Up
+from mtjax.models.ops import Linear
 
 DOWN_SITE, QUERY_SITE, LATENT_SITE, OUTPUT_SITE = 9, 10, 11, 12
 """Dropout sites of the adapters' inputs."""

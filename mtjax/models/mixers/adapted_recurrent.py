@@ -11,12 +11,12 @@ from mtjax.config import Model
 from mtjax.config.adapters import RANK, LoraConfig, joint_adapter_sizes
 from mtjax.config.ssm import ssm_groups
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import constant
 from mtjax.models.lora import adapter_of, add_adapter, first_factor, gather_sequence_shared
 from mtjax.models.mixers.adapted import Adapted
 from mtjax.models.mixers.delta_net import GatedDeltaNet
 from mtjax.models.mixers.mamba import Mamba
 from mtjax.models.mixers.recurrent import GroupedProjection, assembled_by_groups
+from mtjax.models.ops import constant
 from mtjax.models.project import project
 
 

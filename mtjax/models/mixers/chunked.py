@@ -8,9 +8,8 @@ from jaxtyping import Float, Key
 
 from mtjax.config import Model
 from mtjax.models.kernels.xla import HEADS, softmax_attention
-from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.cross import PROBABILITIES_SITE, CrossAttention
-from mtjax.models.mixers.mixer import State
 from mtjax.models.project import reshard_sequence
 from mtjax.sharding.axes import spec
 
@@ -33,6 +32,7 @@ class ChunkedCrossAttention(CrossAttention):
         behind = jnp.pad(query[:, ahead:], ((0, 0), (0, ahead), (0, 0), (0, 0)))
         rows = split_rows(behind, query.shape[1] // self.chunk)
         key, value = (merge_rows(a, len(a) // len(rows)) for a in self.keys_and_values(context.encoded))
+        # Rows of one sample draw different masks.
         keys = keys_of_rows(context.dropout_keys, len(rows))
         mixed = merge_rows(self._attend(rows, key, value, keys), query.shape[1] // self.chunk)
         mixed = jnp.pad(mixed, ((0, 0), (ahead, 0), (0, 0), (0, 0)))[:, : query.shape[1]]
@@ -60,6 +60,7 @@ class NeighbourCrossAttention(ChunkedCrossAttention):
         chunks = context.normed.shape[1] // self.chunk
         key, value = (split_rows(a, chunks) for a in self.keys_and_values(context.normed))
         each = len(query) // len(key)
+        # The neighbours of a chunk are rows of one product here, and share the first one's key.
         keys = None if context.dropout_keys is None else context.dropout_keys[::each]
         return self.output(split_rows(self._attend(merge_rows(query, each), key, value, keys), each)), state
 

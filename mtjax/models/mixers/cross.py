@@ -14,10 +14,9 @@ from mtjax.layout.weights import cross_products
 from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import attention_options, initial_query_scale
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.mixers.transformer import attention_options, initial_query_scale
+from mtjax.models.ops import Linear
 from mtjax.models.project import reshard_sequence
 
 PROBABILITIES_SITE = 3

@@ -15,10 +15,9 @@ from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_heads
 from mtjax.layout.weights import delta_weights
 from mtjax.models.kernels.delta_rule import DeltaInputs, delta_passage, delta_scan, delta_step
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import constant
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.recurrent import RecurrentMixer
+from mtjax.models.ops import constant
 from mtjax.sharding.axes import num_shards
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ class GatedDeltaNet(RecurrentMixer):
         pieces, convolved, segments, before, _ = self.convolve_pieces(mixed, context)
         inputs = self._inputs_of(convolved, pieces.split(decay), pieces.split(beta))._replace(segments=segments)
         with jax.named_scope("scan"):
+            # A piece does not know what comes in before all earlier pieces are done: so it computes what it does to any
+            # state, and the state itself is passed on by a small matrix product for each piece.
             passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)
             return pieces.join(passage.read(states_before(pieces, passage.leaves, mixed.dtype)))
 

@@ -17,10 +17,9 @@ from mtjax.config.sizes import GATED, expert_capacity, expert_size
 from mtjax.layout.weights import Sizes, expert_biases, expert_products, router_weights, shared_gate
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import constant, normal
-from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.mlp import MLP
+from mtjax.models.layer_context import RESIDUAL, LayerContext, State
+from mtjax.models.mixers.transformer import MLP
+from mtjax.models.ops import constant, normal
 from mtjax.models.recompute import SAVED
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import fully_manual, spec, varying_like
@@ -74,6 +73,7 @@ class Router(nnx.Module):
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.positions)
         weight = varying_like(self.weight[...], x)
         wide = x.astype(jnp.float32)
+        # HIGHEST, as GPUs multiply float32 in TF32 otherwise: a top-k of rounded scores may choose other experts.
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         if self.linear_bias is not None:
             logits += varying_like(self.linear_bias[...], x)
@@ -110,11 +110,13 @@ class Router(nnx.Module):
     ) -> dict[str, Array]:
         """Computes `Routes.report`; this rank has `tokens` of each sample's tokens."""
         model, length = self.model, sample_length(tokens)
+        # Sigmoid scores do not sum to 1; those of softmax do, but for rounding.
         shares, squares = scores / (scores.sum(-1, keepdims=True) + EPSILON), jnp.square(jax.nn.logsumexp(logits, -1))
         count: Any = length
         if padding is not None:
             is_text = reshard(padding.is_text, spec("batch", "act_seq"))
             shares, hot = jnp.where(is_text[..., None], shares, 0), jnp.where(is_text[..., None, None], hot, 0)
+            # At least 1: a sample without text has no load, and would divide 0 by 0.
             squares, count = jnp.where(is_text, squares, 0), jnp.maximum(padding.length, 1).astype(jnp.float32)
         load = hot.sum((1, 2))
         # f needs the load of all tokens of a sample, an all-reduce with context parallelism; P is linear in the tokens,
@@ -126,6 +128,7 @@ class Router(nnx.Module):
         report = {ROUTER_AUX_LOSS: balance, Z_LOSS: z, LOAD: load}
         if (capacity := sample_capacity(model, length, padding)) is not None:
             limit = capacity if padding is None else capacity[:, None]
+            # Every context parallel rank knows the sample's load; the sum over ranks must count what is lost once.
             report[LOST] = from_first_context_rank(jnp.maximum(sample_load - limit, 0).sum(-1), tokens)
         return report
 
@@ -209,6 +212,7 @@ class Experts(nnx.Module):
         )
         dense = self.shared_class(model)
         self.shared = dense(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
+        # Folded, so that the other parameters draw what they would draw without a gate.
         key, gate = jax.random.fold_in(shared, 1), shared_gate(model.hidden_size)
         self.shared_gate = Matrices(gate, model.init_std, key) if model.shared_expert_gate else None
         self.blocks: ExpertCompute = Blocks(model.activation, model.num_experts)
@@ -271,6 +275,7 @@ class Experts(nnx.Module):
         Not where the experts are: every rank has the biases of all of them, and adds those of its own tokens, once.
         """
         bias = varying_like(bias, routes.gates)
+        # Padding, whose index is past the last expert, has a row of zeros, and gets no bias.
         hot = jax.nn.one_hot(routes.experts, self.router.model.num_experts, dtype=jnp.float32)
         gates = (hot * routes.gates[..., None]).sum(2)
         return jnp.einsum("bse,eh->bsh", gates, bias, out_sharding=spec("batch", "act_seq", "embed"))

@@ -6,11 +6,10 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_biases, head_dim
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import SelfAttention
-from mtjax.models.mixers.mixer import State
+from mtjax.config.sizes import attention_biases
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.mixers.transformer import SelfAttention, self_attention_products
+from mtjax.models.ops import Linear
 from mtjax.models.project import gather_sequence
 
 
@@ -20,9 +19,9 @@ class GatedSelfAttention(SelfAttention):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         super().__init__(model, output_std=output_std, key=key)
-        heads, bias = {"heads": model.num_heads, "head_dim": head_dim(model)}, attention_biases(model)[0]
-        gate_key = jax.random.fold_in(key, 3)
-        self.gate = Linear({"embed": model.hidden_size}, heads, std=model.init_std, bias=bias, key=gate_key)
+        sizes, bias = self_attention_products(model)["gate"], attention_biases(model)[0]
+        # Folded, not split: the other products draw what they would draw without a gate.
+        self.gate = Linear(*sizes, std=model.init_std, bias=bias, key=jax.random.fold_in(key, 3))
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -36,5 +35,6 @@ class GatedSelfAttention(SelfAttention):
     def project_with_gate(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array, Array]:
         """Returns the gate, before the sigmoid, and query, key and value, each [batch, seq, heads, head_dim]."""
         del context
+        # Once for both products.
         gathered = gather_sequence(x, None)
         return self.gate(gathered), *self.qkv(gathered)

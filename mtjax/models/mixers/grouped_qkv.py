@@ -9,8 +9,8 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import is_linear, self_attention_products
+from mtjax.models.mixers.transformer import is_linear, self_attention_products
+from mtjax.models.ops import Linear
 from mtjax.models.project import ProductRule, project
 from mtjax.models.project_apart import computes_apart
 from mtjax.models.recompute import is_unrolled
@@ -97,6 +97,7 @@ def grouped_product(
 def _by_groups(query: Array, key_value: Array) -> Array:
     """Assembles [..., heads, head_dim] and [..., 2, kv_heads, head_dim] to [..., groups, heads / groups + 2,
     head_dim]."""
+    # [..., groups, 2, head_dim]: key and value of a group become its last two columns.
     used = jnp.swapaxes(heads_in_use(key_value), -2, -3)
     groups, width = used.shape[-3], used.shape[-1]
     sharding = spec(*(None,) * (query.ndim - 2), "heads", None, None)

@@ -34,11 +34,10 @@ from mtjax.layout.weights import ProductSizes, Sizes, latent_products
 from mtjax.models.kernels.cached import attend_latent
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import attention_options, kernel_of, options_in_layer
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.query_key import scaled_by_position
+from mtjax.models.mixers.transformer import attention_options, kernel_of, options_in_layer
+from mtjax.models.ops import Linear, constant, normal
 from mtjax.models.project import ProductRule, project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
@@ -137,6 +136,7 @@ class LatentAttention(nnx.Module):
             [query[..., :still], rotate(query[..., still:], context.rotation, context.layer)], axis=-1
         )
         query = scaled_by_position(query, context)
+        # The rotated key is not normalized: it shares only the product with the latent.
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
         turned = down[..., model.kv_lora_rank :]
         if state is not None:
@@ -187,7 +187,9 @@ class LatentAttention(nnx.Module):
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
         turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]
+        # Normalized and rotated, so that nothing is computed again from what is cached.
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
+        # Queries go to the width of the latents: scores are products with the cache itself, of all heads.
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
         options = self.options.in_layer(self.windows, context.layer)
         mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, options, context.bias)

@@ -15,10 +15,9 @@ from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.weights import mamba_weights
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import constant, scaled
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.recurrent import RecurrentMixer, merged
+from mtjax.models.ops import constant, scaled
 from mtjax.sharding.axes import num_shards, spec
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use, heads_of_ranks
 
@@ -64,6 +63,7 @@ class Mamba(RecurrentMixer):
         if (scales := self.model.ssm_scales) is not None:
             heads, state = self.heads_of_group, self.model.ssm_state
             widths = (heads * self.model.ssm_head_dim,) * 2 + (state, state, heads)
+            # The order of the parts in the product: gate, value, B, C, dt.
             product = scaled(product, np.repeat(np.array(scales, np.float32), widths))
         return super().split(product)
 
@@ -96,6 +96,8 @@ class Mamba(RecurrentMixer):
         behind, which is the convolution's last inputs and the states, and no tokens."""
         pieces, convolved, segments, before, goes_on = self.convolve_pieces(mixed, context)
         inputs = self._scan_inputs(convolved, pieces.split(rate), segments)
+        # Twice through the pieces: first what they leave, which needs no state, then the scan from the state that comes
+        # in.
         left, total = left_behind(inputs, a, ssm_chunk(self.model))
         states, totals = (jnp.moveaxis(pieces.in_order(v), 0, 1) for v in (left, total))
         incoming, _ = pass_states(totals, states, None, None if goes_on is None else goes_on.T)
@@ -126,6 +128,8 @@ class Mamba(RecurrentMixer):
         squares = jnp.square(y).sum((-2, -1))
         if ranks > groups:
             own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", None)
+            # A norm's group is larger than what a rank has: sums over its ranks, an all-reduce of one number per token
+            # and group.
             squares = jnp.einsum("bsu,ug->bsg", squares, own, precision=HIGHEST, out_sharding=place)
         scale = lax.rsqrt(squares / count + self.model.norm_epsilon)
         if ranks > groups:

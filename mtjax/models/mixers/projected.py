@@ -3,9 +3,8 @@
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.attention import SelfAttention
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.mixers.transformer import SelfAttention
 from mtjax.models.project import gather_sequence
 
 

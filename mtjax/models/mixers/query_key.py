@@ -5,10 +5,11 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import num_kv_heads
+from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.layout.weights import head_norm_weights
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.attention import SelfAttention
+from mtjax.models.mixers.transformer import SelfAttention
 from mtjax.models.rotary import rotate
 
 
@@ -39,7 +40,9 @@ def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context:
 
 def head_norms(model: Model) -> tuple[HeadNorm, HeadNorm]:
     """Builds the norms of queries and of keys (QK norm)."""
-    return HeadNorm(model, "heads", model.num_heads), HeadNorm(model, "kv_heads", num_kv_heads(model))
+    heads, is_shared = (model.num_heads, num_kv_heads(model), head_dim(model)), model.qk_norm_scope == "head"
+    sizes = head_norm_weights(*heads, is_shared=is_shared, bias=model.qk_norm_bias)
+    return HeadNorm(model, sizes["query_norm"]), HeadNorm(model, sizes["key_norm"])
 
 
 def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:

@@ -21,9 +21,8 @@ from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.layout.weights import ProductSizes, Sizes, recurrent_inputs, recurrent_output
 from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, normal
-from mtjax.models.mixers.mixer import State
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.ops import Linear, normal
 from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, varying_like
@@ -74,6 +73,7 @@ class RecurrentMixer(nnx.Module):
         with jax.named_scope("inputs"):
             gate, mixed, *rates = self.split(self.project_in(x, context))
         y, state = self.recur(mixed, rates, context, state)
+        # Named as attention's output is, so that only full recompute runs the scan again.
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
             y = self.gated_norm(*gradients_together(y, gate))
@@ -124,12 +124,14 @@ class RecurrentMixer(nnx.Module):
 
         pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
         mixed = pieces.split(mixed)
+        # Of the pieces in the order of the sample: the piece before may be another rank's.
         before = pieces.before(mixed[:, -taps:])
         if context.segment_ids is None:
             return ConvolvedPieces(pieces, self.convolve(mixed, before, None), None, None, None)
         segments = pieces.split(context.segment_ids)
         ends = pieces.in_order(segments[:, -taps:])
         earlier = one_later(ends)
+        # The documents of the taps' tokens, too: no tap crosses into another document.
         segments = jnp.concatenate([pieces.own_of(earlier), segments], 1)
         convolved, goes_on = self.convolve(mixed, before, segments), ends[..., -1] == earlier[..., -1]
         return ConvolvedPieces(pieces, convolved, segments[:, taps:], segments[:, taps - 1], goes_on)
@@ -242,6 +244,7 @@ def _initial_rate_bias(key: Array, heads: Mapping[str, int]) -> nnx.Param:
     """Draws the rates' biases, whose softplus is log-uniform between `SLOWEST` and `FASTEST`."""
     rate = jnp.exp(uniform(key, heads, math.log(SLOWEST), math.log(FASTEST))[...])
     rate = jnp.maximum(rate, LEAST_RATE)
+    # The inverse of softplus, in a form that keeps the digits of small rates.
     return nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=tuple(heads))
 
 

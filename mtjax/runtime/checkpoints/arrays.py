@@ -46,6 +46,7 @@ async def finishing(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except Exception:
+        # Again and again: tasks that are awaited may start others.
         while begun := asyncio.all_tasks() - before:
             await asyncio.wait(begun)
         raise
@@ -74,6 +75,7 @@ def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.Te
     if order is None:
         return store
     position = {number: i for i, number in enumerate(order.flat)}
+    # A view: indices are resolved when a slice is read. Padding, whose number is -1, is left out.
     return store[[position[number] for number in range(1 + max(order.flat))]]
 
 

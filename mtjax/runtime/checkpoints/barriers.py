@@ -47,6 +47,7 @@ class SaveBarriers:
         if self._remaining:
             self._remaining = []
         _barrier("", timeout_ms)
+        # Orbax passes this one where a save begins, and again where it ends.
         if key.endswith("set_value_end"):
             self._remaining = [WRITTEN, COMMITTED] if self._remaining is None else None
 

@@ -109,14 +109,12 @@ class Checkpoints:
         self.record: RunRecord | None = None
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
-        """Starts saving; the arrays may be donated as soon as it returns.
-
-        The metadata's writer thread waits for the fingerprints, which the devices compute after the arrays are copied.
-        """
+        """Starts saving; the arrays may be donated as soon as it returns."""
         step = int(state.step)
         metadata = checkpoint_metadata(step, config, consumed_samples, self.record)
         if self._is_lost:
             self._manager, self._is_lost = self._open_manager(), False
+        # The metadata's writer thread waits for these, which the devices compute after the arrays are copied.
         pending: Future[Callable[[], dict[str, int]]] = Future()
 
         def complete() -> dict[str, Any]:
@@ -141,6 +139,7 @@ class Checkpoints:
         """
         steps, quarantined = self._list()
         corrupted: dict[int, str] = {}
+        # 0 asks the other tier a last time, after the oldest checkpoint.
         for step in [*steps, 0]:
             found = other(step)
             if found is None and step == 0:
@@ -150,6 +149,7 @@ class Checkpoints:
             except CorruptedCheckpoint as e:
                 corrupted[step] = str(e)
                 continue
+            # Only now: if no checkpoint can be restored, nothing is renamed.
             for bad, reason in corrupted.items():
                 log.warning("checkpoint %s is corrupted and skipped (%s)", self.folder / str(bad), reason)
                 self._quarantine(bad)
@@ -228,6 +228,7 @@ class Checkpoints:
         check_same_names(metadata["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(metadata["config"])
         state = read_on_all_processes(name, folder, lambda: self._read_state(step, tree, saved, orders))
+        # Of what is on the devices: it covers the disk, the network and the copy to the device.
         now = fingerprints(state, orders)
         wrong = [name for name, number in metadata["fingerprints"].items() if now.get(name) != number]
         if wrong:
@@ -369,12 +370,8 @@ def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
 
 
 def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
-    """Sums the bits of each element times an odd factor of its index, modulo 2^32; layers count in the model's order.
-
-    Args:
-      a: array of a dtype of 32 or 16 bits.
-      order: order in which its layers are stacked; None for the model's order.
-    """
+    """Sums the bits of each element, 32 or 16, times an odd factor of its index, modulo 2^32; layers, which are stacked
+    in this order, count in the model's."""
     # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
     # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
     bits = jax.lax.bitcast_convert_type(a, bits_of(a.dtype)).astype(jnp.uint32)
@@ -393,6 +390,7 @@ def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
     total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(bits_of(part.dtype)), 1 << 22
     for start in range(0, bits.size, block):
         piece = bits[start : start + block]
+        # Modulo 2^32, as on the devices: arrays may have more elements.
         index = np.arange(offset + start, offset + start + piece.size, dtype=np.uint64).astype(np.uint32)
         odd = index * np.uint32(2654435761) * np.uint32(2) + np.uint32(1)
         total += int((piece * odd).sum(dtype=np.uint64))

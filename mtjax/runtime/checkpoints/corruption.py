@@ -51,6 +51,7 @@ def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
         failure = failure_of(e, folder)
     failures = [json.loads(word) for word in all_gather_text(f"reading {name}", json.dumps(failure))]
     reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
+    # In this order: what was refused or unreadable anywhere may be a good checkpoint, so nobody may quarantine it.
     if REFUSED in reasons:
         raise UserError(reasons[REFUSED])
     if UNREADABLE in reasons:
@@ -73,6 +74,7 @@ def failure_of(error: Exception, folder: Path) -> dict[str, str]:
     if not url_of(folder) and (problem := next(unreadable_files(folder), None)):
         return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
+    # An error of the machine anywhere in the chain: what follows from it is no proof of wrong contents.
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
         for e in chain:
             if isinstance(e, CorruptedCheckpoint | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(
@@ -131,6 +133,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         raise CorruptedCheckpoint("its metadata is missing") from None
     except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8
         raise CorruptedCheckpoint("its metadata is not what was saved") from e
+    # Before any value is used.
     if not isinstance(metadata, dict) or metadata.pop("checksum", None) != metadata_checksum(metadata):
         raise CorruptedCheckpoint("its metadata is not what was saved")
     if (version := metadata.get("version", VERSION)) != VERSION:

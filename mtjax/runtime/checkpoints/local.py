@@ -123,8 +123,10 @@ class LocalCheckpoints:
 
     def save(self, state: State, config: Config, consumed_samples: int) -> None:
         """Starts saving; the arrays may be donated as soon as it returns. A failure is only logged."""
+        # One save at a time: host memory holds one copy of the shards.
         self.close()
         step = int(state.step)
+        # Before the next step, which is donated these arrays.
         pieces = copy_pieces(state_arrays(state))
         pending = fingerprints_later(state, layer_orders(config.model, config.parallel))
         metadata = checkpoint_metadata(step, config, consumed_samples, self.record)
@@ -150,6 +152,7 @@ class LocalCheckpoints:
 
         Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
         """
+        # Steps above `newest` belong to a course of the run that a resume has left.
         steps = sorted(step for step in self._steps() if step <= newest)
         keep = set(steps[-self._keep :])
         for step in set(self._steps()) - keep:
@@ -179,6 +182,7 @@ class LocalCheckpoints:
         """
         seen = read_on_all_processes("the list of local checkpoints", self.folder, self._steps)
         steps_of_processes = [json.loads(text) for text in all_gather_text("the local checkpoints", json.dumps(seen))]
+        # All processes try the same steps in the same order, as each of them is a collective decision.
         for step in sorted({step for steps in steps_of_processes for step in steps} - self._tried, reverse=True):
             if step < at_least:
                 break
@@ -194,6 +198,7 @@ class LocalCheckpoints:
         """Returns the state of a step, or the reason why it can't be restored; the note also reports which processes
         receive their shards from others."""
         found = self._find_copies(step, abstract, config)
+        # A step may have been saved twice, before and after a resume: copies of both may be on different machines.
         identity = metadata_checksum(found.metadata) if found.metadata else ""
         report = {"host": socket.gethostname(), "failure": found.failure, "identity": identity}
         reports = [
@@ -235,6 +240,7 @@ class LocalCheckpoints:
         tree, folder = state_arrays(abstract), self.folder / str(step)
         copies: list[_Copy] = []
         try:
+            # Its own copy first; others on this machine may be of processes that have moved.
             paths = list(folder.glob("process-*"))
             for path in sorted(paths, key=lambda path: (path.name != self._me, path.name)):
                 metadata = self._unless_corrupted(path, lambda path=path: read_metadata(path))

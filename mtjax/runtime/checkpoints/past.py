@@ -134,6 +134,7 @@ def newest_past(checkpoints: Path) -> Past | None:
                 Past.from_metadata(step, metadata)
             except CorruptedCheckpoint:
                 continue
+            # Fingerprints are left out: the others need the settings alone, and they are long.
             return {"step": step, "metadata": {name: metadata[name] for name in metadata if name != "fingerprints"}}
         return None
 

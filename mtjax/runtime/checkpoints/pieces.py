@@ -47,6 +47,7 @@ def copy_pieces(tree: Tree, *, first_copies: bool = False) -> dict[str, ArraySha
     for _, leaf in named:  # start all copies before waiting for the first
         for _, shard in _distinct(leaf, first_copies):
             shard.copy_to_host_async()
+    # A copy: on CPUs the array would be a view of memory that the next step overwrites.
     parts = {name: {s: np.array(shard) for s, shard in _distinct(leaf, first_copies)} for name, leaf in named}
     return {
         name: ArrayShards(leaf.shape, leaf.sharding.shard_shape(leaf.shape), leaf.dtype, parts[name])
@@ -70,6 +71,7 @@ def write_pieces(pieces: Mapping[str, ArrayShards], metadata: Mapping[str, Any],
     Raises:
       OSError, ValueError: from the disk.
     """
+    # Beside the folders of steps, not in one: a step's folder without copies would look like a checkpoint.
     temporary = folder.parent.parent / f"writing-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / "page").mkdir(parents=True)
@@ -98,6 +100,7 @@ def write_arrays(pieces: Mapping[str, ArrayShards], state: Path) -> None:
         store = ts.open(_spec(state / name, array)).result()
         for start, part in array.parts.items():
             index = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+            # Without another copy: the parts belong to this save alone.
             writes.append(store[index].write(part, can_reference_source_data_indefinitely=True))
     for write in writes:
         write.result()
@@ -117,6 +120,7 @@ def _spec(path: Path, array: ArrayShards) -> dict[str, Any]:
         },
         "create": True,
         "open": True,
+        # Otherwise a chunk of zeros would have no file, and look like one that is missing.
         "store_data_equal_to_fill_value": True,
     }
 

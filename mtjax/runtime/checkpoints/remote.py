@@ -97,6 +97,7 @@ class RemoteCheckpoints(Checkpoints):
             raise
         finally:
             if num_processes() > 1:
+                # Also after an error, or the first process would wait for this one until the timeout.
                 service().key_value_set(f"{key}/{jax.process_index()}", status)
         if jax.process_index() == 0 and num_processes() > 1:
             statuses = [service().blocking_key_value_get(f"{key}/{i}", TIMEOUT * 1000) for i in range(num_processes())]
@@ -104,12 +105,11 @@ class RemoteCheckpoints(Checkpoints):
                 raise PeerFailed(failed[0])
 
     def _remove_old(self) -> None:
-        """Removes all but the newest checkpoints and every `keep_every`-th; deletes the metadata first."""
+        """Removes all but the newest checkpoints and every `keep_every`-th."""
         steps = self._complete()
         retained = {step for step in steps if self._keep_every and step % self._keep_every == 0}
         for step in set(steps[self._keep_last :]) - retained:
-            remove(f"{shown(self.folder)}/{step}/page")
-            remove(f"{shown(self.folder)}/{step}")
+            _remove_step(self.folder, step)
 
     def _complete(self) -> list[int]:
         """Returns the steps with metadata, newest first."""
@@ -173,3 +173,16 @@ class RemoteCheckpoints(Checkpoints):
                 rename(f"{url}/{step}", f"{url}/{quarantine_name(str(step), names_in(url))}")
 
         read_on_all_processes(f"{shown(self.folder)}/{step}, which is corrupted,", self.folder, move)
+
+
+def remove_later(folder: Path, step: int) -> None:
+    """Removes the checkpoints below an address whose steps are after `step`."""
+    for name in names_in(shown(folder)):
+        if name.isdigit() and int(name) > step:
+            _remove_step(folder, int(name))
+
+
+def _remove_step(folder: Path, step: int) -> None:
+    # The metadata first, as a store removes objects one by one: without metadata a half-removed step is no checkpoint.
+    remove(f"{shown(folder)}/{step}/page")
+    remove(f"{shown(folder)}/{step}")

@@ -49,6 +49,7 @@ class Saves:
         """
         step = int(state.step)
         self.finish()
+        # All processes agree before one of them starts: Orbax's barriers would wait for one that does not.
         if why := _first_reason(
             "the room for a checkpoint", self._why_moved() or obstacle(self._checkpoints.folder, state)
         ):
@@ -147,6 +148,7 @@ def obstacle(folder: Path, state: State) -> str | None:
         probe.unlink()
         free = shutil.disk_usage(folder).free
     except OSError as e:
+        # A full disk: the probe's file exists, but its content does not fit.
         if not isinstance(e, FileNotFoundError) and os.path.lexists(probe):
             probe.unlink(missing_ok=True)
         return f"{folder}: {e.strerror}"
@@ -154,6 +156,7 @@ def obstacle(folder: Path, state: State) -> str | None:
         shard.data.nbytes
         for array in jax.tree.leaves(state_arrays(state))
         for shard in array.addressable_shards
+        # What this process writes: Orbax writes one replica of each shard.
         if shard.replica_id == 0
     )
     if needed > free:

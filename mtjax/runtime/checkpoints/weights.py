@@ -167,6 +167,7 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
         for path, leaf in leaves:
             name = dotted(path)
             store = weights.open(name)
+            # Read as they were saved, so that fingerprints can be compared before they are cast.
             saved = leaf.update(dtype=store.dtype.numpy_dtype)
             arrays.append(place_array(store, saved, order_of(name, orders)))
         return arrays

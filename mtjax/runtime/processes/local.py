@@ -37,6 +37,7 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
     size = mesh_shape.size
     if size <= MAX_CPU_DEVICES or several_expected(config.parallel, environment) or has_gpu():
         return 1
+    # As few as possible: collectives between processes are slow (docs/notes/architecture.md).
     for count in range(2, MAX_PROCESSES + 1):
         if size % count == 0 and size // count <= MAX_CPU_DEVICES:
             return count
@@ -50,6 +51,8 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
 def member_arguments(arguments: Sequence[str], count: int) -> list[list[str]]:
     """Returns the arguments of `mtjax train` for each of `count` processes that connect on this machine."""
     with socket.socket() as probe:
+        # The system chooses a free port; another program could take it before the first process listens, which it
+        # reports.
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
     options = ["--coordinator", coordinator, "--num-processes", str(count), "--process-id"]

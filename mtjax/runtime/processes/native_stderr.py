@@ -42,6 +42,7 @@ class NativeStderr:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (open as long as the process)
         self._read = 0
         self._lock, self._closed = threading.Lock(), threading.Event()
+        # Before descriptor 2 is replaced: Python's messages need no delay.
         self._python, self._ours = sys.stderr, os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
         sys.stderr = self._ours
         os.dup2(self._file.fileno(), 2)
@@ -70,6 +71,7 @@ class NativeStderr:
         """Forwards the buffered output, unless it is jax's fatal error."""
         with self._lock, contextlib.suppress(OSError):
             held = os.pread(self._file.fileno(), 1 << 20, self._read)
+            # Held for good: `_aborted` reports the error in a sentence instead.
             if GIVEN_UP not in held:
                 os.write(self._terminal, held)
                 self._read += len(held)

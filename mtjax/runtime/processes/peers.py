@@ -84,6 +84,7 @@ class HeartbeatMonitor:
         """Evaluates the heartbeats in the service at time `now`, in seconds."""
         for process in range(len(self._who)):
             pulse = pulses.get(process, Pulse())
+            # The count changes with each beat, so equal pulses are one beat that was read twice.
             if process not in self._heard or pulse != self._pulses[process]:
                 self._pulses[process], self._heard[process] = pulse, now
         running = {process: pulse for process, pulse in self._pulses.items() if pulse.ended is None}
@@ -96,6 +97,7 @@ class HeartbeatMonitor:
         overdue = max((pulse.step for pulse in running.values() if pulse.overdue), default=0)
         late = [process for process, pulse in running.items() if pulse.step < overdue]
         here = self._pulses[0]
+        # Who reported its end is the cause; who is silent then may be ending because of it.
         return PeerVerdict(here.count, here.where, tuple(ended or silent), overdue, tuple(late))
 
 
@@ -155,6 +157,7 @@ class Peers:
         if self.count > 1 and error is not None:
             self._leave(error)
         if self.count > 1:
+            # Together: process 0 has the service, without which the others would end with an error.
             all_gather_text("the end of the run", "")
             self._closed.set()
             self._stderr.close()
@@ -168,6 +171,7 @@ class Peers:
         code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         reason = "interrupted" if code == 130 else first_line(error, 1000)
         self._pulse = replace(self._pulse, ended=reason, code=code)
+        # Waits until a beat with the reason was sent.
         self._beaten.clear()
         self._beaten.wait(self._timeout / 2)
         if code == 1:

@@ -36,6 +36,7 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._together:
+            # jax's handler of SIGTERM makes the processes agree on a step.
             os.kill(os.getpid(), signal.SIGTERM)
         self._signal = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 

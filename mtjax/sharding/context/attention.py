@@ -11,10 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.sharding.axes import context_axes, map_ranks, spec, varying_like
+from mtjax.sharding.axes import context_axes, map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.ring_attention import Method, RingAttention
-from mtjax.sharding.no_hoist import no_hoist
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
 Tree = Any
@@ -48,6 +47,7 @@ def context_attention(
     (axis,) = context_axes()
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
+    # The gradient that a custom_vjp returns has the type of its argument, and `gradient_of_sinks` varies over ranks.
     sinks = None if sinks is None else varying_like(sinks, queries.query)
     metadata = _Metadata(queries.positions, queries.segments, queries.first, queries.slopes, dropout)
     return _attend(parallel, queries.query, key, value, sinks, metadata)
@@ -104,6 +104,7 @@ class _ContextParallel(NamedTuple):
         positions, segments, first, slopes, dropout = metadata
         # The index of its first chunk; `lax.axis_index` would be hoisted out of the scan over layers.
         rank = positions[0] // (len(positions) // 2)
+        # `QueryBlock`'s arrays all begin with batch and sequence, so that pairs of chunks are cut and joined alike.
         batch_positions = jnp.broadcast_to(positions, query.shape[:2])
         if first is not None:
             first = jnp.broadcast_to(first, query.shape[:2])

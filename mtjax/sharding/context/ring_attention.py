@@ -77,6 +77,7 @@ class RingAttention:
         Returns:
           [batch, seq, heads, head_dim], and twice [batch, seq, groups, head_dim].
         """
+        # Sums over all ranks' blocks are float32, whatever the type of the kernel's gradients.
         query_grad, *local_grads = _float32(self.kernel.backward(queries, keys, self.dropout, self.is_causal))
         gathers, rank = self.method == "all-gather", self.rank
 
@@ -225,6 +226,8 @@ def _merge_pairs(is_before: Array, total: Tree, pairs: tuple[Array, Array]) -> T
 
 def _merge(total: Tree, mixed: Array, log_sums: Array) -> Tree:
     """Merges the outputs of two blocks of keys: `o = o1 exp(l1 - l) + o2 exp(l2 - l)`, `l = log(exp l1 + exp l2)`."""
+    # Both weights are at most 1, as `sums` is at least each log-sum: nothing overflows. Where a block is hidden, its
+    # log-sum is about HIDDEN_SCORE, and its weight exactly 0.
     before, sums_before = total
     sums = jnp.logaddexp(sums_before, log_sums)
     weight = lambda of_block: jnp.exp(of_block - sums)[..., None]  # noqa: E731

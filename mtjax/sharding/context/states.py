@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, map_ranks
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.axes import context_axes, map_ranks, no_hoist
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Pieces:
         """Returns the pieces of a rank whose tokens have these positions."""
         assert positions is not None
         axes = context_axes()
+        # The rank from its first position: `lax.axis_index` would be hoisted out of the scan over layers.
         return cls(axes, positions[0] // (len(positions) // 2), math.prod(lax.axis_size(axis) for axis in axes))
 
     def split(self, x: Array) -> Array:
@@ -49,7 +49,9 @@ class Pieces:
         """Gathers an array of the pieces of all ranks, in the order of the sample."""
         sharding = PartitionSpec(None, *jax.typeof(own).sharding.spec)
         pairs = own.reshape(-1, 2, *own.shape[1:], out_sharding=sharding)
+        # Documents' numbers are integers, and have no gradient.
         every: Any = (_gathered if jnp.issubdtype(own.dtype, jnp.floating) else _all)(self.axes, pairs)
+        # Early pieces of ranks 0, 1, ..., then late pieces of ranks ..., 1, 0 (zig-zag).
         return jnp.concatenate([every[:, :, 0], jnp.flip(every[:, :, 1], 0)])
 
     def own_of(self, ordered: Shaped[Array, "pieces b ..."]) -> Shaped[Array, "2b ..."]:
@@ -132,6 +134,7 @@ def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> t
     partition = jax.typeof(leaves).sharding.spec
 
     def passed(own: Array) -> tuple[Array, Array]:
+        # float32, as a map is a product over all tokens of a piece; what ranks read is sent back in the compute type.
         maps = _by_heads(axes, own)
         return _by_pieces(axes, _pass_on(maps).astype(dtype), own), maps
 
@@ -143,6 +146,7 @@ def _passed_backward(axes: Axes, _: jax.typing.DTypeLike, maps: Array, gradient:
     partition = jax.typeof(gradient).sharding.spec
 
     def passed(maps: Array, own: Array) -> Array:
+        # Passes the states on once more: only the maps were saved, not the states between pieces.
         _, back = jax.vjp(_pass_on, maps)
         (of_maps,) = back(_by_heads(axes, own).astype(maps.dtype))
         return _by_pieces(axes, of_maps, own)
@@ -168,6 +172,7 @@ def _pass_on(maps: Float[Array, "pieces k n p+n"]) -> Float[Array, "pieces k n p
         return state, state
 
     first = maps[0, ..., :width]
+    # What the last piece leaves goes nowhere; the first piece receives zeros.
     _, others = lax.scan(through, first, maps[1:-1])
     return jnp.concatenate([jnp.zeros_like(first)[None], first[None], others])
 

@@ -27,10 +27,9 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, current_rules, explicit_only, map_ranks, spec, varying_like
+from mtjax.sharding.axes import context_axes, current_rules, explicit_only, map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.context.zigzag import sum_of_preceding_chunks
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting, take_rows
-from mtjax.sharding.no_hoist import no_hoist
 
 Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
 """Indices of tokens' experts; and the capacity of each sample, or None where all have the same or none."""
@@ -83,6 +82,8 @@ def apply_experts(
     shards = tuple(explicit_only(spec(*names)) for _, names in weights)
     # Experts may be sharded over axes along which ranks have the same tokens; then there is nothing to dispatch.
     is_shared = not set(rules.expert) <= set(rules.batch)
+    # With sequence parallelism ranks along `model` have different tokens, but shards of the same experts: they gather
+    # the tokens first, and reduce-scatter partial sums at the end.
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
     context = context_axes()
     samples = spec("batch")
@@ -159,6 +160,7 @@ class _ExpertParallel(NamedTuple):
             if is_dispatched:
                 y = self._dispatch_slots(x, gates, slots, *weights)
             else:
+                # Where no slots are sent, pairs beyond the capacity get the index of no expert.
                 y = self._all_gather(x, gates, jnp.where(slots.is_dropped, count, experts), *weights)
         # Row-parallel: each rank of `inner` has a partial sum over its shard of the experts' inner width.
         if self.sequence:
@@ -169,9 +171,11 @@ class _ExpertParallel(NamedTuple):
         """Dispatches by an all-gather: [batch, seq, embed] -> [batch, seq, embed], partial sums over `inner`."""
         if self.expert and not self.is_shared:
             x, gates, experts = (lax.all_gather(a, self.expert, tiled=True) for a in (x, gates, experts))
+        # Experts are sharded in consecutive blocks, in the order of the ranks.
         first = lax.axis_index(self.expert) * weights[0].shape[0] if self.expert else 0
         # Indices outside [0, experts here) are other ranks' experts; they add nothing.
         y = self._compute_local(x, gates, experts - first, *weights)
+        # The tokens are the same on all ranks: each adds what its experts contribute.
         if self.is_shared:
             return lax.psum(y, self.expert)
         return lax.psum_scatter(y, self.expert, scatter_dimension=0, tiled=True) if self.expert else y
@@ -182,10 +186,14 @@ class _ExpertParallel(NamedTuple):
         # The routing of all ranks' tokens is small, and every rank needs it to know how many rows it receives.
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
         owners = (experts // here).reshape(ranks, -1, 1, chosen)
+        # Once for each rank, even where several of a token's experts are there.
         is_sent = (owners == jnp.arange(ranks)[:, None]).any(-1)
         routing = RaggedRouting.of(is_sent, min(chosen, ranks), self.expert)
         first = lax.axis_index(self.expert) * here
+        # Padding gets the index -1, which is no expert.
         local_experts = take_rows(experts - first, routing.received, -1)
+        # The gates need not be sent: every rank has gathered all of them. Their gradients come back by the gather's
+        # transpose.
         tokens, received_gates = routing.dispatch(x.reshape(-1, width)), take_rows(gates, routing.received)
         y = self._compute_local(tokens, received_gates, local_experts, *weights)
         return routing.combine(y).astype(x.dtype).reshape(x.shape)
@@ -245,6 +253,8 @@ class _CapacitySlots(NamedTuple):
         samples, length = experts.shape[:2]
         each = experts.reshape(samples, -1)
         limit: Any = capacity if limits is None else limits[:, None]
+        # A pair without an expert (`count`) has a row of zeros, and number 0: its slot below is past the last, and
+        # dropped.
         hot = jax.nn.one_hot(each, count, dtype=jnp.int32)
         number = _numbers(hot)
         if context:
@@ -252,6 +262,8 @@ class _CapacitySlots(NamedTuple):
             chunks = hot.reshape(samples, 2, -1, count)
             before = jnp.moveaxis(sum_of_preceding_chunks(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
             is_dropped = (_numbers(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= limit
+            # This rank's slots are numbered among the pairs that it keeps: of an expert at most as many as it has
+            # tokens, as a token chooses an expert once.
             number, capacity = _numbers(jnp.where(is_dropped[..., None], 0, hot)), min(capacity, length)
         else:
             is_dropped = number >= limit
@@ -264,6 +276,7 @@ class _CapacitySlots(NamedTuple):
 
     def take(self, x: Float[Array, "rows width"], pairs_per_row: int) -> Float[Array, "slots width"]:
         """Gathers the rows of x, each of which has `pairs_per_row` pairs, into slots; zeros in empty ones."""
+        # Of an empty slot the index is past the last row, since that of its pair is past the last pair.
         return x.at[self.pairs // pairs_per_row].get(mode="fill", fill_value=0)
 
     def combine(self, values: Float[Array, "slots width"], pairs_per_row: int, like: Array) -> Array:

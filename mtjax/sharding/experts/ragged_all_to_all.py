@@ -59,6 +59,7 @@ class RaggedRouting(NamedTuple):
 
     def combine(self, y: Float[Array, "received width"]) -> Float[Array, "rows width"]:
         """Returns one result per received row to the row's rank, and adds them up for each row there, in float32."""
+        # The sizes are transposed: what rank i received from j goes back from i to j.
         returned = jnp.asarray(_send(self._route.reverse, y, self.sizes.T), jnp.float32)
         total = varying_like(jnp.zeros((self.rows, y.shape[1]), jnp.float32), returned)
         return total.at[self.sent].add(returned, mode="drop")
@@ -109,6 +110,7 @@ def _send(route: _Route, rows: Float[Array, "sent width"], sizes: Int[Array, "ra
     rank = lax.axis_index(route.axes)
     sent, received = sizes[rank], sizes[:, rank]
     empty = varying_like(jnp.zeros((route.received, rows.shape[1]), rows.dtype), rows)
+    # The two branches pad alike, with zeros behind the received rows, so that what follows is one program.
     if _has_ragged():
         # Send offsets and sizes, then this rank's offsets in the destinations' outputs, and receive sizes.
         offsets_and_sizes = (_starts(sent), sent, _starts(sizes)[rank], received)

@@ -21,8 +21,7 @@ from jax import Array, lax
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
 from mtjax.sharding.axes import context_axes
-from mtjax.sharding.grad_accumulation import add_gradients, zeros_like_shards
-from mtjax.sharding.gradients import LossModel, Sums
+from mtjax.sharding.gradients import LossModel, Sums, add_gradients, zeros_like_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
@@ -58,6 +57,7 @@ class PipelineSchedule:
     @classmethod
     def of(cls, config: Config, stages: int, num_microbatches: int, sections: int, platform: str) -> "PipelineSchedule":
         """Returns a config's schedule for a model with this number of sections."""
+        # The timetable does not know sections: a model of two runs through twice the chunks, the first section's first.
         chunks = config.parallel.chunks * sections
         return cls(
             timetable(config.parallel.pipeline_schedule, stages, num_microbatches, chunks),
@@ -90,6 +90,7 @@ class PipelineSchedule:
         """Divides a batch, arrays [samples, ...], into microbatches, and gathers parameters for them."""
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
+        # A last validation batch may have any size: it is evaluated in one microbatch.
         count = samples // size if samples % size == 0 else 1
         wrapped = gather_for_step(records, wrap_for_inference(records, parameters))
         return _Run(
@@ -109,11 +110,13 @@ def _microbatches(batch: Tree, count: int) -> Tree:
 
 def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
     """Adds the losses of a part of the model to those with the same names, if they count."""
+    # A select, not a product with 0: what an idle half computes from zeros may be infinite or NaN.
     return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in added.items()}
 
 
 def _loss_cotangents(losses: Sums, counts: Array) -> Sums:
     """Returns the derivatives of the total loss by a chunk's losses: 1, or 0 for counters and for idle halves."""
+    # Losses are scalars; arrays are counters, such as the tokens of each expert, and have no gradient.
     return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in losses.items()}
 
 
@@ -165,6 +168,7 @@ class _Run(StageWork):
             is_last = self._is_last_chunk(work) & work.counts
             # float32, because only the last stage has an output, and `joined` adds the zeros of all other stages.
             new = jax.tree.map(lambda a: a.astype(jnp.float32), boundary)
+            # All other halves write to the last slot, which is dropped below: no branch around a write.
             slot = jnp.where(is_last, work.microbatch, count)
             return (self._send(packed(boundary), 1), put_in_slot(out, slot, new)), None
 
@@ -206,6 +210,8 @@ class _Run(StageWork):
             policy = SaveResiduals.of(self.sections, self.table.slots, self.boundary, linearize)
         empty = packed(self.boundary), packed(self.boundary)
         carry = _Carry(*empty, chunk_inputs, policy.empty(), sums, self._zero_losses())
+        # One loop for each phase, whose body has the halves of that phase alone: no tick runs a half in which all
+        # stages idle.
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, policy, phase), carry, rows)
@@ -217,12 +223,9 @@ class _Run(StageWork):
     def _tick(
         self, policy: ResidualPolicy, phase: Phase, carry: _Carry, rows: tuple[Array, Array]
     ) -> tuple[_Carry, None]:
-        """Runs a forward and a backward half.
-
-        Gradients are sent at the start, overlapped with the forward half; activations are sent between the halves,
-        overlapped with the backward half.
-        """
+        """Runs a forward and a backward half."""
         if phase.backward:
+            # Sent at the start of the tick, where the forward half overlaps the permute.
             gradient = self.order.behind(carry.gradient, carry.sums, carry.losses)
             carry = carry._replace(gradient=self._send(gradient, -1))
         if phase.forward:
@@ -236,6 +239,7 @@ class _Run(StageWork):
             # XLA: without the barrier it may compute the backward half first, have both permutes in flight at a time,
             # or merge the all-gathers of the received arrays; then neither permute is overlapped.
             out, gradient = lax.optimization_barrier((packed(boundary), carry.gradient))
+            # The backward half overlaps this permute.
             carry = carry._replace(
                 gradient=gradient, boundary=self._send(out, 1), chunk_inputs=chunk_inputs, residuals=residuals
             )
@@ -273,6 +277,8 @@ class _Run(StageWork):
         """
         start = self._chunk_input(section, boundary, work)
         shards = self.order.behind(self.shards, start)
+        # Of later sections the boundary: from it `embed` is differentiated in the backward half, and `start`
+        # recomputed.
         chunk_inputs = put_in_slot(chunk_inputs, work.slot, start if section == 0 else boundary)
         can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
         if can_skip and section == self.sections - 1:
@@ -311,6 +317,7 @@ class _Run(StageWork):
           The gradient of the boundary before the chunk, `sums` with the chunk's gradients, and `losses` with its own.
         """
         boundary = take_from_slot(chunk_inputs, work.slot)
+        # Of the first section the slot has the embedded tokens already.
         start = boundary if section == 0 else self._chunk_input(section, boundary, work)
         order = self.order
         shards = order.behind(self.shards, start, gradient)
@@ -375,6 +382,7 @@ class _Run(StageWork):
         embed = lambda shards, boundary: self.model.embed(  # noqa: E731
             section, self._parameters(shards), boundary, work.batch
         )
+        # Its forward pass runs again here, a lookup, instead of being saved by slot.
         _, vjp = jax.vjp(embed, self.shards, boundary)
         gradients, gradient = vjp(gradient)
         return gradient, self._add_outside_stacks(sums, gradients)

@@ -38,6 +38,7 @@ class Order:
 
     def when(self, holds: Array, *before: Tree) -> Array:
         """Makes the condition `holds` depend on the floating-point arrays of `before`."""
+        # The comparison always holds, but the compiler can't know it, so the conditional waits for all of `before`.
         return holds & (self.zero(*before) == 0) if self.is_needed else holds
 
     def behind(self, tree: Tree, *before: Tree) -> Tree:

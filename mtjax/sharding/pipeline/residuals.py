@@ -118,7 +118,8 @@ class SaveResiduals:
         return out, [*arrays[:section], updated, *arrays[section + 1 :]]
 
     def take(self, section: int, arrays: Tree, slot: Array, start: Tree, linearize: Linearize) -> tuple[Tree, Vjp]:
-        """See `ResidualPolicy.take`; only the type of `start` matters."""
+        """See `ResidualPolicy.take`."""
+        # Only the type of `start` matters: all that depends on its values is replaced by what the slot holds.
         out, vjp = linearize(section, start)
         leaves, tree = jax.tree.flatten(vjp)
         saved = iter(take_from_slot(arrays[section], slot))
@@ -130,6 +131,7 @@ class SaveResiduals:
 def in_slots(like: Array, count: int) -> Array:
     """Builds zeros [count + 1, ...]: slots for `count` arrays like this one, and a last one for idle halves."""
     kind = jax.typeof(like)
+    # Idle halves write to the last slot, so that no write needs a branch.
     slots_spec = PartitionSpec(None, *kind.sharding.spec)
     return varying_like(jnp.zeros((count + 1, *kind.shape), kind.dtype, out_sharding=slots_spec), like)
 
@@ -153,6 +155,8 @@ def take_from_slot(buffers: Tree, slot: Array) -> Tree:
 
 def _depending(traced: Any) -> list[bool]:
     """Returns which results of a jaxpr depend on its arguments, by its outermost equations."""
+    # Outermost equations suffice: a call or loop that reads something dependent counts as dependent with all its
+    # results, so at worst an array too many is saved.
     dependent = set(traced.jaxpr.invars)
     for equation in traced.jaxpr.eqns:
         if any(v in dependent for v in equation.invars if not isinstance(v, Literal)):

@@ -78,4 +78,5 @@ def _packed_spec(x: Array, spec: PartitionSpec) -> PartitionSpec:
         return spec
     if x.shape[1] % jax.typeof(x).sharding.mesh.shape[MODEL]:
         return spec
+    # Dimension 1 is the sequence: all arrays of a boundary are [batch, seq, embed].
     return with_axes(spec, 1, (MODEL,))

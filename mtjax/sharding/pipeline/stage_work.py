@@ -14,8 +14,7 @@ from jax import Array, lax
 from mtjax.layout.rules import STAGE
 from mtjax.layout.timetable import Half, Timetable
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.grad_accumulation import AddsUp, with_accumulators
-from mtjax.sharding.gradients import Sums
+from mtjax.sharding.gradients import AddsUp, Sums, with_accumulators
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
@@ -52,12 +51,14 @@ class StageWork:
         """Binds a rank's parameters and microbatches to a timetable; traced inside the manual region."""
         self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
         self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
+        # The first tick waits for the parameters: gathers of ZeRO before it are collectives, too.
         self.start_zero = order.zero(wrapped, microbatches)
         self.sections = len(model.sections)
         # Chunks of a section on each stage; the timetable counts those of all sections.
         self.chunks = table.chunks // self.sections
         self.shards = differentiable_shards(wrapped)
         first = jax.tree.map(lambda a: a[0], microbatches)
+        # Also what a stage computes with before its first boundary arrives.
         self.boundary = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.shards), first))
 
     # --- parts of the model
@@ -73,6 +74,7 @@ class StageWork:
         self, section: int, shards: Tree, start: Tree, work: TickWork, sums: Tree = None
     ) -> tuple[Tree, Sums]:
         """Runs a chunk's layers: the boundary behind them, and the losses of their routers."""
+        # The timetable numbers the chunks of all sections, the model those of each.
         chunk = work.chunk - section * self.chunks
         return self.model.forward_layers(
             section, self._parameters(shards, sums, section), start, work.batch, self.stage, chunk
@@ -122,6 +124,7 @@ class StageWork:
             of_layers = [self._run_chunk(i, self.shards, self.boundary, first)[1] for i in range(self.sections)]
             return functools.reduce(operator.or_, of_layers, self._head_losses(self.boundary, first))
 
+        # A loop's carry has one type: losses of zero vary over the same ranks as those that are added.
         zeros = lambda a: varying_like(jnp.zeros(a.shape, jnp.float32), like)  # noqa: E731
         return jax.tree.map(zeros, jax.eval_shape(losses))
 
@@ -136,6 +139,7 @@ class StageWork:
     def _tick_work(self, row: Array, after: Tree = None) -> TickWork:
         """Reads this stage's work off a row [stages, 4]; where an order is needed, it depends on the arrays `after`."""
         zero = self.start_zero + self.order.zero(after)
+        # Of an idle half this is microbatch 0 and chunk 0 (`idle`): valid indices, whose results are dropped.
         microbatch, chunk, slot, counts = row[self.stage] + zero
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
         return TickWork(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)

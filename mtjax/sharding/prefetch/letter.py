@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from mtjax.sharding.grad_accumulation import add_to_layer, split_accumulators, zeros_like_shards
+from mtjax.sharding.gradients import add_to_layer, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import (
     ShardedParam,
     communicated,
@@ -106,6 +106,8 @@ class Letter:
         others: list[Array],
     ) -> Any:
         """Runs a layer; `used` are the differentiable constants that it reads. Returns hidden states and its state."""
+        # The layer's jaxpr is called with its constants as arguments: `_run`, a custom_vjp, may not close over tracers,
+        # and differentiates by those of `used`.
         of_layer = iter(used)
         constants = [next(of_layer) if is_used else others[index] for is_used, index in self.constants]
         function = jaxpr_as_fun(ClosedJaxpr(self.function.jaxpr, constants))
@@ -141,6 +143,7 @@ class Letter:
         def layer(x: Array, parameters: list[Any], own: list[Any], used: list[Array]) -> Any:
             return self.run(x, parameters, with_shards(resident, own), number, used, shared.others)
 
+        # Not by the layer number and `others`, which have no gradient, nor by `resident` where it is frozen.
         (x, state), vjp = jax.vjp(self.loop.saving(layer), x, parameters, differentiable_shards(resident), used)
         return x, state, VjpWithoutParameters.without(vjp, self._read_again(parameters, resident, shared))
 
@@ -168,6 +171,8 @@ class Letter:
           and of the differentiable constants that the layer reads.
         """
         if self.loop.saves_gathered:
+            # The gathered arrays are among the residuals: these fill their places in `of_layer`, and `regathered`
+            # leaves them out.
             gathered = [jnp.zeros(()) for like in self.loop.communicated if isinstance(like, ShardedParam)]
         parameters = self.loop.of_layer(gathered, stacks.shards, place)
         again = self._read_again(parameters, index_layer(stacks.resident, place), shared)
@@ -189,6 +194,7 @@ class Letter:
         return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.place))
 
     def _read_again(self, parameters: list[Any], resident: list[Any], shared: LayerConstants) -> list[Array]:
+        # In one order in both passes: `VjpWithoutParameters` knows an array by its place in this list.
         used = [shared.differentiable[i] for i in self.uses]
         return [*self.loop.regathered(parameters), *jax.tree.leaves(resident), *used, *shared.others]
 
@@ -213,8 +219,11 @@ def described(
     prefetched, resident = partition(leaves, is_prefetched)
     run = flattened(given.run, tree, is_prefetched)
     loop = PrefetchLoop.of(prefetched, run, given.saving, sums is not None)
+    # Layers are read from stacks without gradient: autodiff's transpose of the index would add a stack of zeros for
+    # each layer. Gradients are written to their accumulators by `reduce` and `accumulate`.
     shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     stacks = Stacks(shards, jax.tree.map(lax.stop_gradient, resident), given.numbers)
+    # For the types alone: nothing reads the result of this gather, so it is not in the program.
     example = (loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(stacks.resident, 0), given.numbers[0])
     function, shapes = jax.make_jaxpr(run, return_shape=True)(x, *example)
     letter = Letter(
@@ -227,6 +236,7 @@ def described(
     own = LetterShards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
     if sums is None:
         return letter, stacks, own, zeros_like_shards(own)
+    # Frozen parameters have no accumulator.
     trains = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     of_prefetched, of_resident = partition(sums, trains)
     return (
@@ -239,8 +249,10 @@ def described(
 
 def _place_of_constant(array: Any, shared: LayerConstants) -> tuple[bool, int]:
     """Returns the place of a constant, to which it is added if no other layer reads it."""
+    # Arrays that are no tracers are the program's own constants, and have no gradient.
     is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
     among = shared.differentiable if is_differentiable else shared.others
+    # By identity: layers of several letters that close over one array share its place, and so its gradient.
     found = next((index for index, known in enumerate(among) if known is array), None)
     if found is None:
         among.append(array)
@@ -255,6 +267,7 @@ def _last_matrix(function: ClosedJaxpr, parameters: list[Any], is_trainable: Seq
       parameters: those with communication.
       is_trainable: whether each of them is.
     """
+    # The equations are in the order of the trace, and the backward pass runs them from the last to the first.
     read = {var: place for place, eqn in enumerate(function.jaxpr.eqns) for var in eqn.invars if isinstance(var, Var)}
     variables = iter(function.jaxpr.invars[1:])
     leaves = [[next(variables) for _ in jax.tree.leaves(parameter)] for parameter in parameters]

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec, varying_like
-from mtjax.sharding.grad_accumulation import add_to_layer
+from mtjax.sharding.gradients import add_to_layer
 from mtjax.sharding.param_comm import (
     LayerInputs,
     ReplicatedParam,
@@ -64,6 +64,7 @@ class PrefetchLoop:
         """
         of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
         wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, ShardedParam)]
+        # What is saved for the backward pass is row-major, as the gather's layout would spread to the stack of it.
         if not self.saves_gathered:
             return [gather(each) for each in wrapped]
         with jax.named_scope("parameters"):
@@ -194,6 +195,8 @@ class VjpWithoutParameters:
     def without(cls, vjp: Any, parameters: list[Array]) -> "VjpWithoutParameters":
         """Takes `parameters` out of a vjp function, where it saves the very same tracer."""
         arrays, tree = jax.tree.flatten(vjp)
+        # By identity, not by value: a residual that is computed from a parameter, such as its transpose, stays a
+        # residual.
         indices = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
         saved = [array for array, index in zip(arrays, indices, strict=True) if index is None]
         return cls(saved, tree, tuple(indices))
@@ -221,8 +224,10 @@ def partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any]
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
+    """Returns what a wrapped parameter says of its communication and types: static, and so hashable."""
     if isinstance(leaf, ShardedParam):
         return replace(leaf, shard=None, cast=())
+    # A matrix in 8 bits keeps its type and rule, without its numbers.
     kept = None if isinstance(leaf.array, Array) else replace(leaf.array, values=None)
     return replace(leaf, array=kept, shard=None)
 

@@ -93,10 +93,14 @@ class _Program:
     def below(self, loop_index: int, first: _Place, index: Any) -> _Place | None:
         """Returns the layer before an iteration; None before the first layer."""
         unit, times = self.loops[loop_index]
+        # The first loop has a layer below only if it has several iterations: then the last letter of its unit is below
+        # all of them but the first (`joined_loops`).
         if times == 1 and loop_index == 0:
             return None
         letter = unit[-1] if times > 1 else self.loops[loop_index - 1].unit[-1]
         before = self.before(loop_index)[letter] + (unit.count(letter) * index if times > 1 else 0)
+        # Below the first layer there is none: layer 0 of this letter is gathered, and not read, as all iterations are
+        # one program.
         return _Place(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
 
     def above(self, loop_index: int, index: Any) -> _Place | None:
@@ -160,6 +164,7 @@ def _forward(
         following = [*places[1:], program.above(loop_index, index)]
         for (letter, place), above in zip(places, following, strict=True):
             ahead = gathered
+            # The gather depends on the layer's input, and may begin when that is there; the layer does not wait for it.
             if above is not None:
                 (x, gathered), next_index = _index_after((x, gathered), above)
                 ahead = program.letters[above.letter].gather(stacks[above.letter], next_index)
@@ -224,12 +229,14 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
         places, above, states = program.places(loop_index, index), program.above(loop_index, index), list(states)
         lower = [program.below(loop_index, places[0], index), *places[:-1]]
         for place, vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
+            # From the end: `states` has one for each layer that returns one, from the first to the last.
             state = states.pop() if program.letters[place.letter].has_state else None
             carry = _layer_backward(program, carry, (vjp, state), (above, place, below), shared, stacks)
             above = place
         return carry, None
 
     loops = program.loops
+    # The last layer has no gradients above it to reduce: `waiting` is empty, and `above` is None.
     carry = _Passed(*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
     for loop_index in reversed(range(len(loops))):
         scanned = (saved[loop_index], state_cotangents[loop_index])
@@ -243,6 +250,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
         else:
             carry, _ = iteration(loop_index, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
     first = program.loops[0].unit[0]
+    # Those of the first layer, which no layer below it can reduce.
     reduced = program.letters[first].reduce(carry.sums[first], Pending(first, carry.waiting, 0))
     return carry.gradient, {**carry.sums, first: reduced}, carry.of_constants, None
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
-from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
+from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, zeros_like_shards
 from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import (
     PrefetchLoop,
@@ -102,11 +102,11 @@ def scan_with_prefetch(
     leaves, tree = jax.tree.flatten(inputs.parameters, is_leaf=is_wrapped)
     is_prefetched = [communicated(leaf) is not None for leaf in leaves]
     prefetched, resident = partition(leaves, is_prefetched)
-
     run_flat = flattened(run, tree, is_prefetched)
     shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
     loop = PrefetchLoop.of(prefetched, run_flat, saving, sums is not None)
+    # For the types alone: nothing reads the result of this gather, so it is not in the program.
     example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
     runs, constants, parts = traced(run_flat, variants, example)
     loops = [replace(loop, run=closed) for closed in runs]
@@ -191,6 +191,8 @@ def _begin(loop: PrefetchLoop, stack: list[Array], shards: list[Array]) -> tuple
       Slots with the first layer's parameters, and `stack`.
     """
     gathered = loop.gather(shards, 0)
+    # A cotangent has the type of its primal, so the forward pass has zeros in the types of the gradients that the
+    # backward pass will put there.
     zeros = zeros_like(loop.unreduced(loop.of_layer(gathered, shards, 0)))
     return _Slots(gathered, zeros), stack
 
@@ -229,6 +231,7 @@ def _step(
     """
     parameters = loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
     x, state = loop.run(x, parameters, inputs.resident, inputs.number, *inputs.constants)
+    # The loop ends at the last layer but one, so there is always a next one.
     return (x, slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1)), stack), state
 
 
@@ -271,9 +274,11 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would begin with the
     # gather, and wait for it before it sends gradients; without them it hides both, and this order would wait.
     next_index = jnp.maximum((after(accumulators, index) if is_tensor_parallel() else index) - 1, 0)
+    # Below layer 0 there is none: it is gathered once more, and not read, as all iterations are one program.
     below = slots.parameters if loop.saves_gathered else loop.gather(shards, next_index)
     regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
     gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
+    # None for `shards`, of which nothing is differentiated: their gradients are in `accumulators`.
     inputs = _IterationInputs(resident, number, constants, None, None)  # pyright: ignore[reportArgumentType]
     return gradient, _Slots(below, loop.unreduced(gradients)), accumulators, inputs
 
@@ -291,6 +296,7 @@ def _finish(loop: PrefetchLoop, slots: _Slots, shards: list[Array]) -> list[Arra
 
 
 def _finish_forward(loop: PrefetchLoop, slots: _Slots, shards: list[Array]) -> tuple[list[Array], Any]:
+    # The gathered parameters are saved for their types alone: `_finish_backward` makes zeros like them.
     return _finish(loop, slots, shards), (slots.parameters if loop.saves_gathered else None, shards)
 
 
@@ -298,6 +304,7 @@ def _finish_backward(loop: PrefetchLoop, residuals: Any, gradients: list[Array])
     """Begins the backward pass: puts the last layer's local gradients, and the parameters below it, into slots."""
     gathered, shards = residuals
     below = zeros_like(gathered) if loop.saves_gathered else loop.gather(shards, len(shards[0]) - 2)
+    # These wait for layer n - 2's backward pass, which reduces them while it computes.
     return _Slots(below, loop.unreduced(gradients)), None
 
 

@@ -43,6 +43,7 @@ def _field(number: int, content: bytes) -> bytes:
 
 def record(seconds: float, step: int, content: bytes) -> bytes:
     """Encodes an event as a record of a file; `seconds` since 1970, and step 0 is omitted."""
+    # wall_time = 1, a fixed64 (0x09); step = 2, a varint (0x10).
     event = b"\x09" + struct.pack("<d", seconds) + (b"\x10" + _varint(step) if step else b"") + content
     length = struct.pack("<Q", len(event))
     return length + _checksum(length) + event + _checksum(event)
@@ -61,4 +62,5 @@ def scalar(name: str, value: float) -> bytes:
         number = struct.pack("<f", value)
     except OverflowError:
         number = struct.pack("<f", math.copysign(math.inf, value))
+    # Event.summary = 5, Summary.value = 1; in the value tag = 1 and simple_value = 2, a fixed32 (0x15).
     return _field(5, _field(1, _field(1, name.encode()) + b"\x15" + number))

@@ -57,12 +57,14 @@ def _wait(lock: SoftFileLease, path: Path, say: Callable[[str], object]) -> str 
     """Waits until the lock is acquired; returns the holder from whom it was taken over."""
     begun, is_reported = time.monotonic(), False
     holder, renewed = _holder(lock), _last_heartbeat(path)
+    # Whether the heartbeat changes, not how old it is: clocks of machines that share a folder may differ.
     while not _acquired(lock):
         if (new := _holder(lock)) != holder:  # another process has acquired or released it
             holder, renewed = new, _last_heartbeat(path)
         elif _last_heartbeat(path) != renewed:
             raise in_use(path.parent, holder)
         waited = time.monotonic() - begun
+        # A dead holder's lock has been taken over by then: something else keeps it.
         if waited > 1.5 * lock.lease_duration:
             raise UserError(f"{path} can't be acquired: remove it if no run is using its folder")
         if waited > 0.1 * lock.lease_duration and not is_reported:

@@ -25,6 +25,7 @@ def _append(file: FileIO, content: bytes) -> None:
             written += file.write(content[written:])
     except OSError:
         if written:
+            # Half a line would be joined with the next one.
             file.truncate(size)
         raise
 
@@ -34,6 +35,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Unbuffered: a line that `write` has returned from is with the operating system, also if the process is killed.
         self._file = FileIO(path, "ab")
         self._waiting: list[bytes] = []
         self._is_reported = False
@@ -60,6 +62,7 @@ class Lines:
           UserError: lines could not be written, and no other exception is being handled.
         """
         if self._waiting:
+            # Tries once more, with all that waits.
             last = self._waiting.pop()
             self.write(last.decode())
         self._file.close()
@@ -84,6 +87,7 @@ class Events:
             folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}", "ab"
         )
         self._write(0, FIRST)
+        # TensorBoard then hides what an earlier start logged after the checkpoint from which this one resumes.
         self._write(from_step, START)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:

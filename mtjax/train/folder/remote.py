@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.errors import UserError, first_line
+from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.storage import attempt, blocks_of, files_below, filesystem, names_in, read_bytes, write_bytes
 from mtjax.train.folder.lock import LEASE, NAME, claimed, end, in_use, taken_over
 
 HEARTBEAT = 10.0
 """Seconds between heartbeats, and between uploads of changed files."""
-LEFT_OUT = ("checkpoints", NAME)
-"""Entries of the store that are not downloaded."""
+LEFT_OUT = (CHECKPOINTS, BEST, NAME)
+"""Entries of the store that are not downloaded: each process reads its shards from there."""
 
 
 class RemoteFolder:
@@ -55,6 +56,7 @@ class RemoteFolder:
         holder = self._acquire(say)
         if holder is not None:
             say(taken_over(self.url, holder))
+        # Files that an earlier start of this machine left here may be older than those of the store.
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
         for name in names_in(self.url):
@@ -80,6 +82,7 @@ class RemoteFolder:
             self.upload()
         except UserError as e:
             raise UserError(f"{e}; what was not copied is in {self.work}") from e
+        # Only its own lock: another start may have taken it over.
         if self._owner().get("token") == self._token:
             fs = filesystem(self.url)
             attempt(f"removing {self._lock}", lambda: fs.rm_file(self._lock))
@@ -92,6 +95,7 @@ class RemoteFolder:
         """
         with self._uploading:
             for path in self._files():
+                # Taken before the file is read: a change while it is read is uploaded the next time.
                 mark = _mark(path)
                 if self._uploaded.get(path) != mark:
                     write_bytes(f"{self.url}/{path.relative_to(self.work)}", path.read_bytes())
@@ -116,6 +120,7 @@ class RemoteFolder:
             if owner.get("token") == self._token:  # the earlier request succeeded, but its response was lost
                 return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
+            # The same start wrote another beat: it is alive.
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise in_use(self.url, name)
             if owner != seen:
@@ -148,6 +153,7 @@ class RemoteFolder:
                 if self._owner().get("token") != self._token:
                     end(f"{self._lock} is no longer held by this run: another start took it over, or removed it")
                 write_bytes(self._lock, self._word())
+                # Before the upload, which may take longer than the lease.
                 renewed = time.monotonic()
                 self.upload()
                 is_reported = False

@@ -67,10 +67,12 @@ def claim_folder(
     """
 
     def claim() -> Callable[[], object]:
+        # One lock for all processes, held by the first.
         if jax.process_index() != 0:
             return lambda: None
         if remote is not None:
             remote.claim(say)
+            # Looked at again, behind the lock: two starts may both have found the folder free.
             if not resume and holds_run(Path(remote.url)):
                 remote.release()
                 raise UserError(f"another run began in {remote.url}: {ADVICE}")

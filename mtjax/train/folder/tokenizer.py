@@ -159,6 +159,7 @@ def owned_by_run(config: Config, out: Path) -> Owned | None:
     names = [name for name in (*TOKENIZER_FILES, SPECIAL_IDS) if name in present] if url else tokenizer_files(out)
     if tokenizer_of_run(names, out) is None:
         return None
+    # Tokenizers are opened from files on this machine.
     folder = _copied(url, names, Cache.of(config.data)) if url else out
     name = str(tokenizer_of_run(names, folder))
     return Owned(name, name.replace(str(folder), shown(out)), folder, open_tokenizer(name))
@@ -175,6 +176,7 @@ def check_resumed(owned: Owned, named: str | None) -> str | None:
     """
     if named is None:
         return None
+    # A run that was moved to another machine resumes without the file from which its tokenizer came.
     if not path_of(named).exists():
         return f"the tokenizer {named} does not exist; the run's own is used, {owned.shown}"
     if why := prompt_difference(owned.tokenizer, _open_named(named, owned)):
@@ -314,6 +316,7 @@ def _copied(url: str, names: Sequence[str], cache: Cache) -> Path:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
 
+    # The cache's key: a folder of other contents is another entry.
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return cache.folder("run-tokenizer", {"files": digests}, build)
 

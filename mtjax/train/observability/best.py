@@ -38,6 +38,7 @@ class Best:
         if self.goal.metric not in entry:
             return False
         value, sign = float(entry[self.goal.metric]), 1 if self.goal.higher_is_better else -1
+        # NaN is worse than anything; an equal value is not better, so that patience runs out on a plateau.
         if math.isnan(value) or (self.step and not sign * value > sign * self.value):
             self.since += 1
             return False

@@ -47,6 +47,7 @@ class CorruptionChecks:
         if not self.is_due(step):
             return
         self.check_state(step, state)
+        # Fetched one after the other, so that both do not need memory at the same time.
         first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))
         differing = [(device, self._names_of_step[n]) for device, n in np.argwhere(first != second)]
         if differing:
@@ -70,7 +71,9 @@ class CorruptionChecks:
     @cached_property
     def _compiled(self) -> Any:
         return jax.jit(
-            lambda *of: _fingerprints(self._step_results(*of)), compiler_options=self._program.xla.options or None
+            # With the options of the step, as other ones may choose other kernels, with other roundings.
+            lambda *of: _fingerprints(self._step_results(*of)),
+            compiler_options=self._program.xla.options or None,
         )
 
     def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
       dense: indices of the dense layers.
     """
     # load[layer, expert] = tokens of the expert / mean tokens per expert of the layer
+    # At least 1: counts are whole tokens, and a step of padding alone has none.
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())
     rows, layers = iter(load.round(4).tolist()), len(load) + len(dense)

@@ -70,6 +70,7 @@ def read_lines(path: Path) -> list[TimeRecord]:
     lines = []
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as file:
         for text in file:
+            # A start that is killed may leave a line that is cut off.
             with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
                 line = TimeRecord(**json.loads(text))
                 numbers = (line.start, line.from_step, line.step, line.at, *line.seconds.values())
@@ -91,6 +92,7 @@ def spans(lines: Iterable[TimeRecord], next_start: tuple[float, int] | None = No
         is_first = before is None or line.start != before.start
         if is_first:
             _count_lost(result, before, line.start, line.from_step)
+        # A line has the seconds since its start began; a span has those since the line before.
         known = {} if is_first or before is None else before.seconds
         result.append(Span(line.step, {name: s - known.get(name, 0.0) for name, s in line.seconds.items()}))
         before = line
@@ -101,6 +103,7 @@ def spans(lines: Iterable[TimeRecord], next_start: tuple[float, int] | None = No
 
 def _count_lost(result: list[Span], before: TimeRecord | None, start: float, from_step: int) -> None:
     """Counts as lost the work that the following start repeats, and the time until it."""
+    # Whole spans: a line is written with each save, so a checkpoint is at a span's end.
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
         span.seconds[AGAIN] = span.seconds.get(AGAIN, 0.0) + lost
@@ -130,6 +133,7 @@ class TimeLog:
 
     def __init__(self, folder: Path, from_step: int, times: StartTimer, now: Callable[[], float] = time.time) -> None:
         self._path, self._times, self._now, self._from_step = folder / FILE, times, now, from_step
+        # From the process's start: imports and waiting for other processes count.
         self._start = round(now() - sum(times.seconds().values()), 3)
         earlier = read_lines(self._path)
         self.starts = 1 + len({line.start for line in earlier})

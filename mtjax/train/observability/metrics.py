@@ -88,6 +88,7 @@ class MetricsLog:
         """New path of an earlier start's file, if this one begins at step 0."""
         if from_step == 0:
             self.renamed_to = _rename_existing(self.path)
+        # Rewritten, not appended to: a plot would show steps that are trained again twice.
         entries = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in entries))
@@ -121,6 +122,7 @@ class MetricsLog:
 
 def is_number(value: Any) -> bool:
     """Returns whether a value of an entry is a single number."""
+    # Not isinstance: a bool is an int to Python.
     return type(value) in (int, float)
 
 

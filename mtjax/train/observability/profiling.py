@@ -82,6 +82,7 @@ class Profile:
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             state, new = do()
         if step == self._steps[-1]:
+            # The step runs asynchronously: without the wait the trace would end before it.
             jax.block_until_ready(new)
             self._stop()
         return state, new

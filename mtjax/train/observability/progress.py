@@ -22,6 +22,7 @@ class ProgressLine:
     def __init__(self, steps: int, rates: Rates, *, first_process: bool) -> None:
         self.steps, self.rates = steps, rates
         self.live = sys.stdout.isatty() and first_process
+        # Without a terminal rich would break lines at 80 columns.
         self.console = Console(highlight=False, quiet=not first_process, width=None if sys.stdout.isatty() else 180)
         self._bar = Progress(
             SpinnerColumn(),

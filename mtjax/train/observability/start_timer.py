@@ -86,6 +86,7 @@ class StartTimer:
         at_first, start = busy(), self._now()
         yield
         waited = self._now() - start
+        # The moment at which the devices became idle is not known: half of the wait is the expected value.
         if not at_first or not busy():
             self.take(DATA, waited / 2 if at_first else waited)
 
@@ -109,9 +110,11 @@ class StartTimer:
             jax.monitoring.unregister_event_duration_listener(self._compiled)
 
     def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
+        # Other threads compile while this one does something else, which is counted.
         if not event.startswith(COMPILES) or threading.current_thread() is not threading.main_thread():
             return
         end = self._now()
+        # Events report their end and duration; what was counted before `begin` belongs to another activity.
         start, inner = max(end - duration_secs, self._since), 0.0
         while (
             self._compiling and self._compiling[-1][0] >= start

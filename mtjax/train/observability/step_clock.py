@@ -70,6 +70,7 @@ class StepClock:
     def lap(self, step: int) -> float:
         """Returns the mean seconds of the steps since the last lap or restart, which the devices have completed."""
         seconds = (time.perf_counter() - self._since) / (step - self._lap_step)
+        # The first lap includes compilation, and would raise the median.
         if self._compiled:
             self._laps.append(seconds)
         self._compiled = True
@@ -93,6 +94,7 @@ class StepClock:
         median = statistics.median(self._laps) if self._laps else None
         if self._limit is None and median is None:
             return None
+        # The host runs ahead: steps between the last lap and the one in flight may take their time, too.
         before = max(0, self._step - self._lap_step - 1) * (median or 0)
         return before + (self._limit or max(SHORTEST, FACTOR * (median or 0)))
 
@@ -102,6 +104,8 @@ class StepClock:
             step = self._step
             if not self._watched or allowed is None or time.perf_counter() - self._since < allowed:
                 continue
+            # With several processes the coordinator decides, which knows who is late; it calls `write_stacks` in all of
+            # them.
             if self._peers.count > 1:
                 self._peers.at(f"step {step}", step, overdue=True)
             elif step > self._reported_step:

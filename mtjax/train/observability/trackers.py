@@ -54,6 +54,7 @@ class Wandb:
             name=folder.name,
             dir=str(folder),
             id=known,
+            # Also begins the run if the service does not know the id.
             resume="allow",
             config=dict(settings),
         )

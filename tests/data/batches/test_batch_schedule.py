@@ -35,10 +35,10 @@ def test_the_ramp_is_megatrons(start, increment, increments, samples):
     training = ramp(start, increment, samples, start + increment * increments)
     schedule = batch_schedule(training)
     for step, (consumed, batch) in enumerate(by_stepping(training, 200)):
-        assert schedule.consumed(step) == consumed
+        assert schedule.advance(0, step) == consumed
         assert schedule.batch_size(consumed) == batch
-        assert schedule.step(consumed) == step
-        assert schedule.step(consumed + batch - 1) == step
+        assert schedule.steps_between(0, consumed) == step
+        assert schedule.steps_between(0, consumed + batch - 1) == step
         assert batch in schedule.batch_sizes()
 
 
@@ -51,7 +51,7 @@ def test_advancing_in_parts_is_advancing(start, steps, more):
 
 def test_constant():
     schedule = constant(16)
-    assert (schedule.consumed(5), schedule.step(80), schedule.batch_size(10**9)) == (80, 5, 16)
+    assert (schedule.advance(0, 5), schedule.steps_between(0, 80), schedule.batch_size(10**9)) == (80, 5, 16)
 
 
 def test_samples_and_steps():

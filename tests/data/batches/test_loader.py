@@ -77,7 +77,7 @@ def test_a_resumed_run_on_any_number_of_processes_sees_the_next_sample(processes
     training = Training(global_batch_size=8, rampup_batch_size=(4, 4, 20))
     schedule = batch_schedule(training)
     whole = [b["tokens"][:, 0].tolist() for b in load(Numbers(100), lambda n: np.arange(n), 0, schedule)]
-    consumed = schedule.consumed(5)
+    consumed = schedule.advance(0, 5)
 
     def rows_of(process):
         return lambda n: np.arange(process * n // processes, (process + 1) * n // processes)

@@ -99,6 +99,13 @@ def test_sentences_need_no_more_than_a_larger_number(tmp_path):
     np.testing.assert_array_equal(many[: len(few)], few)
 
 
+def test_sentences_without_a_number_are_gone_through_once(tmp_path):
+    """As in a blend without weights, whose datasets are opened before it is known how many samples each gives."""
+    corpus = IndexedDataset(write_indexed(tmp_path / "s", [[[7] * 9, [8] * 5, [9] * 4]] * 30))
+    runs = SentenceRuns(corpus, (0, 30), None, 100, RunOptions(12, 2), seed=3).runs
+    assert sorted(i for begin, end, _ in runs.tolist() for i in range(begin, end)) == list(range(90))
+
+
 def test_a_text_is_the_same_by_its_content_and_not_by_its_name(config, tmp_path):
     (text,) = describe_texts(config(data=str(tmp_path / "a")))
     for ending in ("bin", "idx"):

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from mtjax.families.gpt.model import GPT
 from mtjax.layout.stacks import stacks_of
-from mtjax.models.embedding import embed_tokens, vocabulary_table
+from mtjax.models.language_model import HiddenStates, Section, embed_tokens, vocabulary_table
+from mtjax.models.layer import Stack
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import Recompute
-from mtjax.models.stack import Stack
-from mtjax.models.trunk import HiddenStates, Section
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 

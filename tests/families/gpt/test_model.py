@@ -12,13 +12,12 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.rules import MODEL
 from mtjax.layout.stacks import stacks_of
-from mtjax.models.dropout import dropout
-from mtjax.models.layer import Layer
+from mtjax.models.layer import Layer, Stack
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.ops import dropout
 from mtjax.models.recompute import Recompute
-from mtjax.models.stack import Stack
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import batch_sharding
+from mtjax.sharding.param_specs import batch_sharding
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, tiny_config
 
 MESHES = ("1x1", "8x1", "1x8", "2x4")

@@ -26,7 +26,7 @@ from mtjax.config.ssm import ssm_groups
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import parameters_of
 from mtjax.layout.stages import PADDING, layer_order, order_of
-from mtjax.models.trunk import HiddenStates
+from mtjax.models.language_model import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import assert_same_gradients, relative

@@ -59,6 +59,7 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
         *norm("head.norm", "cls.predictions.transform.LayerNorm"),
         # If untied, transformers' output layer has a separate bias, read last; the head's bias has no effect.
         Row("head.bias", BIASES[:1], untied=BIASES),
+        # The same tensor as `head.pooler` below: a model has one of the two heads.
         *linear("order.pooler", "bert.pooler.dense", "embed", "features"),
         *linear("order.classifier", "cls.seq_relationship", "embed", "classes"),
         row("output", "cls.predictions.decoder.weight", "vocab embed"),
@@ -138,6 +139,7 @@ def _family(
             "num_token_types": max(config.get("type_vocab_size", 2), 1),
             "mlp_size": config.get("intermediate_size", 3072),
             "activation": ACTIVATIONS[config.get("hidden_act", "gelu")],
+            # config.json does not say whether a model has the pooler and the second head.
             "sentence_order": any("pooler" in name or "seq_relationship" in name for name in names),
             **head_settings(config, ENDINGS),
         }

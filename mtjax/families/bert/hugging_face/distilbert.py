@@ -68,6 +68,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
         "norm_epsilon": 1e-12,  # not in config.json
         "num_token_types": 0,
         "sentence_order": False,
+        # Fixed in transformers' code; BERT's pooler has tanh.
         "pooler_activation": "relu",
         "mlp_size": config.get("hidden_dim", 3072),
         "activation": ACTIVATIONS[config.get("activation", "gelu")],

@@ -35,6 +35,7 @@ def _read_windows(values: Json) -> Settings:
     """Reads the window, of which half of local_attention is on each side of a token."""
     if values[LOCAL] < 0:
         raise UserError(f"{LOCAL} is {values[LOCAL]!r}, and must be 0 or more")
+    # mtjax counts the token itself: local_attention 128 sees 64 tokens to each side and itself, a window of 65.
     window = values[LOCAL] // 2 + 1
     letters = sliding({**values, "sliding_window": window}, lambda values, layer: layer % values[EVERY] != 0)
     return {"attention_window": window, "window_layers": shortest(letters)} if "S" in letters else {}
@@ -62,6 +63,7 @@ def _rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of the layers, of which the first has no norm of attention's input, and of the head."""
     name = f"{LAYERS}.attention_norm"
     rows = [
+        # `first=1`: names of tensors begin with layer 1, as the embeddings' norm is that of layer 0.
         replace(of, tensors=tuple(replace(t, first=1) for t in of.tensors)) if of.ours.startswith(name) else of
         for of in decoder_rows(names, model)
     ]

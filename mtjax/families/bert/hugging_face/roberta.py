@@ -45,6 +45,7 @@ def _fit(table: Table, model: Model) -> Table:
     """Returns the table with the rows of a text's head: that of choices has other names."""
     pooler, output = "classifier.dense", "classifier.out_proj"
     if model.head == "choices":
+        # transformers' class for choices uses the encoder's pooler, that for classes a head of its own.
         pooler, output = "roberta.pooler.dense", "classifier"
     head = (
         *linear("head.pooler", pooler, "embed", "features"),
@@ -69,6 +70,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns the ids of special tokens, which are fixed."""
+    # Those of fairseq's dictionaries: <s>, <pad>, </s>.
     return {"bos_token_id": 0, "eos_token_id": 2}
 
 
@@ -87,6 +89,7 @@ def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> Mo
         }
 
     fields = tuple(
+        # transformers' defaults for a config.json without vocab_size.
         Field("vocab_size", "vocab_size", 50265 if model_type == "roberta" else 30522)
         if field.ours == "vocab_size"
         else field

@@ -21,6 +21,7 @@ BLOOM_NAMES = ModuleNames(
     layer="h.{layer}",
     attention="self_attention",
     qkv="query_key_value",
+    # The fused tensor has query, key and value of each head next to each other.
     qkv_order="groups",
     attention_output="dense",
     up="dense_h_to_4h",
@@ -45,6 +46,7 @@ BLOOM = decoder(
         hidden_dropout="hidden_dropout",
     ),
     *ALIBI_BIASES,
+    # Bloom's GELU is the tanh approximation; config.json does not name it.
     always(embedding_norm=True, activation="gelu"),
     names=BLOOM_NAMES,
     only={"apply_residual_connection_post_layernorm": (False,)},
@@ -108,6 +110,7 @@ MPT = decoder(
         hidden_dropout="resid_pdrop",
     ),
     NO_BIASES,
+    # transformers sets the biases of MPT's norms to None, so that published weights can be loaded.
     always(position="alibi", norm_bias=False, activation="gelu_exact"),
     ConfigKeys(("attn_config",), _read_attention, _write_attention),
     aliases={"num_hidden_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads"},
@@ -149,6 +152,7 @@ OPT = decoder(
     | {"max_position_embeddings": 2048, "activation_function": "relu", "dropout": 0.1, "attention_dropout": 0.0}
     | {"init_std": 0.02, "tie_word_embeddings": True, "enable_bias": True}
     | {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+    # torch's default epsilon, which config.json does not have.
     always(family="gpt", norm="layernorm", norm_epsilon=1e-5, position="learned"),
     size_fields(num_kv_heads="", mlp_size="ffn_dim", init_std="init_std", hidden_dropout="dropout"),
     activation("activation_function", gate=False),
@@ -172,6 +176,7 @@ OPT = decoder(
     names=ModuleNames(
         embedding="decoder.embed_tokens",
         positions="decoder.embed_positions",
+        # transformers adds 2 to all positions, so that the table's first two rows are never read.
         positions_skip=2,
         final_norm="decoder.final_layer_norm",
         layer="decoder.layers.{layer}",
@@ -192,20 +197,24 @@ FALCON_ROPE = rope()
 def _read_falcon(values: Json) -> Settings:
     """Reads the structure of a layer: Falcon 40B and its successors, Falcon 7B, or Falcon-RW."""
     if not values["new_decoder_architecture"]:
+        # num_kv_heads is not read without the new architecture.
         kv_heads = 1 if values["multi_query"] else values["num_attention_heads"]
         found = {"num_kv_heads": kv_heads, "parallel_residual": "one_norm" if values["parallel_attn"] else "no"}
     elif not values["parallel_attn"]:
         raise UserError("parallel_attn is False, but must be True with new_decoder_architecture")
     else:
+        # transformers takes null as 2; Falcon 11B has 1.
         norms = values.get("num_ln_in_parallel_attn") or 2
         kv_heads = values.get("num_kv_heads") or values["num_attention_heads"]
         found = {"num_kv_heads": kv_heads, "parallel_residual": "one_norm" if norms == 1 else "two_norms"}
+    # Falcon divides the sum of scores and ALiBi's biases by the root of the head's width, others the scores alone.
     position = {"position": "alibi", "alibi_scaled": True} if values["alibi"] else FALCON_ROPE.read(values)
     return {"position": "rope", **found, **position}
 
 
 def _write_falcon(model: Model) -> Json:
     parallel, kv_heads = model.parallel_residual, num_kv_heads(model)
+    # Only the new architecture has two norms or groups of key heads.
     is_new = parallel == "two_norms" or (parallel == "one_norm" and 1 < kv_heads < model.num_heads)
     return {
         **(FALCON_ROPE.write(model) if model.position == "rope" else {}),

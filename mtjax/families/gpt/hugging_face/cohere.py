@@ -34,6 +34,7 @@ SIZES_OF_BOTH = sizes(8192, 22_528, 40, 64, None, 256_000, 8192) | {
 
 
 def _read_norm(values: Json) -> Settings:
+    # Each head has its own weights, [heads, head_dim].
     scope = {"qk_norm": True, "qk_norm_scope": "each_head", "qk_norm_kind": "layernorm"}
     return scope if values["use_qk_norm"] else {"qk_norm": False}
 
@@ -44,6 +45,7 @@ COHERE = decoder(
     SIZES_OF_BOTH | {"rope_theta": 500_000.0, "use_qk_norm": False},
     *PARTS,
     ConfigKeys(("use_qk_norm",), _read_norm, lambda model: {"use_qk_norm": model.qk_norm}),
+    # RoPE rotates neighbouring channels, not the two halves of a head as in Llama.
     names=ModuleNames(interleaved=True),
     classifies=False,
 )
@@ -53,6 +55,7 @@ PATTERN = "sliding_window_pattern"
 
 def _read_rotated(values: Json) -> Settings:
     """Reads which layers have RoPE: those with a window."""
+    # transformers rotates queries and keys only in layers with a sliding window; full attention has no positions.
     return {"rope_layers": shortest(sliding(values, every(PATTERN)).translate(str.maketrans("SF", "RN")))}
 
 

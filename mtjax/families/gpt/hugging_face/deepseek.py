@@ -43,6 +43,8 @@ def _read_scale(values: Json) -> Settings:
 
 
 def _scale(values: Json, factor: float, weight: float) -> float:
+    # Squared, as transformers' code has the factor of YaRN (0.1 mscale ln(factor) + 1) once for queries and once for
+    # keys.
     return (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5 * yarn_scale(factor, weight) ** 2
 
 
@@ -53,6 +55,7 @@ def _write_scale(model: Model) -> Json:
         return found
     widths = {name: getattr(model, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")}
     per_weight = yarn_scale(factor) - 1
+    # yarn_scale is linear in the weight: this is the inverse but for rounding, which `inverse` corrects.
     near = ((scale / _scale(widths, factor, 0.0)) ** 0.5 - 1) / per_weight
     keys = {MSCALE_ALL: inverse(lambda weight: _scale(widths, factor, weight), scale, near)}
     # YaRN's factor of queries and keys is 1 in all published models, which transformers computes from two equal keys.
@@ -81,6 +84,7 @@ def _rows_with_predictions(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder whose layers of multi-token prediction follow the others."""
     rows = latent_rows(names, model)
     for number in range(1, model.mtp_num_layers + 1):
+        # transformers' names count them on as layers of the model.
         at, ours = model.num_layers + number - 1, f"mtp_{number}"
         block = names.block.format(layer=at)
         rows += tuple(_of_one_layer(of, f"{ours}.layer", at) for of in rows if of.ours.startswith(f"{LAYERS}."))
@@ -138,6 +142,7 @@ def _attention(names: ModuleNames, model: Model) -> tuple[Row, ...]:
         """Returns the order of channels of which the last rotate, as neighbours if names.interleaved."""
         if not names.interleaved:
             return None
+        # Neighbouring channels are rotated there, and halves here: the first of all pairs, then the second.
         pairs = (*range(0, rotated, 2), *range(1, rotated, 2))
         return axis, (*range(still), *(still + i for i in pairs))
 
@@ -194,7 +199,9 @@ ONLY: Only = {"attention_bias": (False,), **FIXED}
 def _read_method(values: Json) -> Settings:
     """Reads the groups of experts, which only one method of choice has; weights are never normalized."""
     is_grouped = values["topk_method"] == "group_limited_greedy"
+    # With "greedy" the keys of groups have no effect.
     found = groups().read(values) if is_grouped else {"expert_groups": 1, "expert_groups_top_k": 1}
+    # transformers' code of V2 does not read norm_topk_prob.
     return {**found, "router_score": "softmax", "router_normalize": False}
 
 
@@ -213,6 +220,7 @@ DEEPSEEK_V2 = decoder(
         lambda model: {
             **groups().write(model),
             "topk_method": "greedy" if model.expert_groups == 1 else "group_limited_greedy",
+            # Read as false in any case: a model that normalizes fails the round trip in `ModelType.misfits`.
             "norm_topk_prob": model.router_normalize,
         },
         groups().named,
@@ -290,6 +298,7 @@ def _dense_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
 
 def _first_std(values: Json) -> Settings:
     std = values["initializer_range"]
+    # transformers' formula for a null initializer_range.
     return {"init_std": 2.0 / (5.0 * values["hidden_size"]) ** 0.5 if std is None else std}
 
 
@@ -315,6 +324,8 @@ def _read_minicpm(values: Json) -> Settings:
     return {
         "v_head_dim": values["v_head_dim"] or hidden // values["num_attention_heads"],
         "embedding_scale": float(values["scale_emb"]),
+        # muP: transformers multiplies each branch by scale_depth / sqrt(layers), and divides hidden states before the
+        # logits by hidden_size / dim_model_base.
         "residual_scale": 1.0 if depth is None else depth / values["num_hidden_layers"] ** 0.5,
         "output_scale": 1.0 if base is None else base / hidden,
     }

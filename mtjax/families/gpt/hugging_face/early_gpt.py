@@ -52,6 +52,7 @@ OPENAI_GPT = decoder(
     ),
     always(position="learned", norm_placement="post", **attention_settings("all", mlp=True)),
     ConfigKeys(("afn",), _read_function, _write_function),
+    # One rate for embeddings and sublayers here, two keys there.
     ConfigKeys((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
     names=ModuleNames(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     rows=lambda names, model: (*outside_rows(names), *LAYER),
@@ -86,6 +87,7 @@ def _read_windows(values: Json) -> Settings:
 def _write_windows(model: Model) -> Json:
     kinds = {letter: kind for kind, letter in LETTERS.items()}
     layers = [kinds[letter] for letter in window_letters(model)]
+    # The list of all layers once, since the pattern need not repeat.
     return {"window_size": model.attention_window or 256, "attention_types": [[layers, 1]]}
 
 
@@ -114,6 +116,7 @@ GPT_NEO = decoder(
     layer_norm("layer_norm_epsilon"),
     size_fields(num_layers="num_layers", num_heads="num_heads", num_kv_heads="", hidden_dropout="resid_dropout"),
     activation("activation_function", gate=False, usual="gelu_new"),
+    # GPT-Neo does not divide its scores, and has no biases of query, key and value.
     always(position="learned", attention_scale=1.0, **attention_settings("output", mlp=True)),
     ConfigKeys(
         ("attention_types", "window_size", "attention_layers"),

@@ -114,6 +114,7 @@ SAME_SIZE = ConfigKeys(
 """The part of types whose experts are as wide as intermediate_size says."""
 TOP_K = fields(num_experts="num_local_experts", experts_top_k="num_experts_per_tok")
 
+# w1 is the gate and w3 the up projection. Its weights of the chosen experts always add up to 1.
 MIXTRAL = decoder(
     "mixtral",
     "Mixtral",
@@ -214,6 +215,7 @@ QWEN2_MOE = decoder(
     *LIKE_LLAMA,
     ROPE,
     biases("qkv_bias", with_attention="qkv"),
+    # A sigmoid of its own product multiplies the shared expert's output.
     always(shared_expert_gate=True),
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     *QWEN_EXPERTS,
@@ -230,6 +232,7 @@ OLMOE = decoder(
     *LIKE_LLAMA,
     ROPE,
     biases("attention_bias"),
+    # The norms of queries and keys are over all heads together.
     always(qk_norm=True, qk_norm_scope="width"),
     fields(
         qkv_clip="clip_qkv",
@@ -278,6 +281,8 @@ def groups() -> ConfigKeys:
     )
 
 
+# DeepSeek-V3's router (arXiv 2412.19437): sigmoids in place of a softmax, and a bias that selects experts but does not
+# weigh them.
 SIGMOID = always(router_score="sigmoid", router_bias=True)
 AFTER_FIRST = fields(
     first_dense_layers="first_k_dense_replace",
@@ -367,11 +372,13 @@ GPT_OSS = decoder(
     rows=ExpertNames(
         router="router",
         up_tensor="experts.gate_up_proj",
+        # Inputs first, unlike torch's linear layers; gates and up projections alternate.
         up_shape="expert embed mlp*gate",
         down="experts.down_proj",
         down_shape="expert mlp embed",
     ).rows,
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "hidden_act": ("silu",)},
     aliases={"num_experts": "num_local_experts"},
+    # Published files have the experts in 4 bits with a scale for each 32.
     packed="mxfp4",
 )

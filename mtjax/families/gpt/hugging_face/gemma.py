@@ -21,7 +21,10 @@ from mtjax.convert.model_types.rope import rope_by_layer
 TANH = "gelu_pytorch_tanh"
 TANHS = (TANH, "gelu_new", "gelu_fast")
 """transformers' names of it."""
+# Not in config.json: transformers multiplies embeddings by the root of hidden_size. A model with another factor fails
+# the round trip in `ModelType.misfits`.
 EMBEDDING = ConfigKeys((), lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}, lambda model: {})
+# Norms multiply by 1 + weight.
 COMMON = (SIZES, RMS_NORM, ROTARY, HEAD_DIM, biases("attention_bias"), always(norm_weight="offset"), EMBEDDING)
 HEADS = {"head_dim": 256, "tie_word_embeddings": True}
 
@@ -58,6 +61,7 @@ GEMMA2_PARTS = (
 GEMMA2_ATTENTION = (
     ROPE,
     fields(attention_softcap="attn_logit_softcapping"),
+    # Without layer_types, every other layer has a window, from the first on.
     windows(lambda values, layer: layer % 2 == 0),
 )
 GEMMA2 = decoder("gemma2", "Gemma2", GEMMA2_DEFAULTS, *GEMMA2_PARTS, *GEMMA2_ATTENTION, names=SANDWICH)
@@ -67,6 +71,7 @@ VAULTGEMMA = decoder(
     GEMMA2_DEFAULTS,
     *GEMMA2_PARTS,
     *GEMMA2_ATTENTION,
+    # VaultGemma is Gemma 2 without the norms of outputs; later parts win.
     always(norm_placement="pre"),
     names=replace(SANDWICH, attention_output_norm="", mlp_output_norm=""),
     classifies=False,
@@ -79,6 +84,7 @@ GEMMA3_TEXT = decoder(
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, PATTERN: 6}
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     *GEMMA2_PARTS,
+    # Layers with a window have a RoPE of their own.
     rope_by_layer("rope_local_base_freq", 10_000.0),
     always(qk_norm=True),
     windows(every(PATTERN), PATTERN, f"_{PATTERN}"),

@@ -34,6 +34,7 @@ LAYER = (
     *_linear(f"{LAYERS}.mlp.down", f"{BLOCK}.mlp.c_proj", "mlp", "embed"),
 )
 POSITIONS = row("positions", "transformer.wpe.weight", "positions embed")
+# Buffers of causal masks, which old versions of transformers saved with the weights.
 MASKS = r"h\.\d+\.attn\.(bias|masked_bias)"
 TABLE = decoder("gpt2", "transformer.", "wte.weight", LAYER, "ln_f", POSITIONS, ignored=MASKS)
 

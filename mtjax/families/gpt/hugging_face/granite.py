@@ -29,6 +29,7 @@ def shared_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of Granite's shared expert, which is beside the others."""
     shared, ours = f"{names.block}shared_mlp", f"{LAYERS}.experts.shared"
     return (
+        # Gate and up projection are one tensor, one behind the other.
         *linear(f"{ours}.up", f"{shared}.input_linear", "embed", "gate*mlp"),
         *linear(f"{ours}.down", f"{shared}.output_linear", "mlp", "embed"),
     )
@@ -56,6 +57,7 @@ def _read_thetas(values: Json) -> Settings:
     thetas = values.get("layer_rope_theta") or [found["rope_theta"]] * values["num_hidden_layers"]
     letters = sliding(values, _after_every_fourth)
     of = {kind: {t for t, letter in zip(thetas, letters, strict=True) if t and letter == kind} for kind in "FS"}
+    # A model without layers of one kind has the other's base.
     full, local = of["F"] or of["S"], of["S"] or of["F"]
     if max(len(full), len(local)) > 1 or (full != local and found["rope_scaling"] != "none"):
         raise UserError(

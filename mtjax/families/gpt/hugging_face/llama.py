@@ -39,6 +39,7 @@ MINISTRAL = decoder(
     HEAD_DIM,
     ROPE,
     NO_BIASES,
+    # Without layer_types all layers have the window.
     windows(lambda values, layer: True),
 )
 BETA = "llama_4_scaling_beta"
@@ -90,6 +91,7 @@ MULTIPLIERS = (
         residual_scale="residual_multiplier",
         attention_scale="attention_multiplier",
     ),
+    # Granite divides its logits.
     scaled("output_scale", "logits_scaling", lambda divisor: 1 / divisor, lambda scale: 1 / scale),
 )
 GRANITE_SIZES = sizes(4096, 11008, 32, 32, None, 32000, 2048) | dict.fromkeys(
@@ -111,6 +113,7 @@ def _rotates(values: Json) -> list[bool]:
     """Returns of each layer whether it has RoPE."""
     layers, interval = values["num_hidden_layers"], values["no_rope_layer_interval"]
     given = values.get("no_rope_layers")
+    # Despite its name, no_rope_layers has 1 for a layer with RoPE.
     return [bool(one) for one in given] if given else [(i + 1) % interval != 0 for i in range(layers)]
 
 
@@ -141,6 +144,7 @@ ERNIE4_5 = decoder(
     HEAD_DIM,
     ROPE,
     biases("use_bias", "use_bias"),
+    # RoPE rotates neighbouring channels.
     names=ModuleNames(interleaved=True),
     classifies=False,
 )
@@ -153,6 +157,7 @@ def read_alpha(values: Json) -> Settings:
     if not alpha or given.get("rope_type", given.get("type")) != "dynamic":
         return ROPE.read(values)
     width = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    # Published files call it "dynamic", but a fixed alpha makes the base independent of the length.
     theta = given.get("rope_theta", values["rope_theta"]) * alpha ** (width / (width - 2))
     return {"rope_theta": float(theta), "rope_scaling": "none"}
 
@@ -165,6 +170,7 @@ HUNYUAN_V1_DENSE = decoder(
     HEAD_DIM,
     ConfigKeys(ROPE.keys, read_alpha, ROPE.write, ROPE.named),
     biases("attention_bias"),
+    # Other types normalize before RoPE; with weights that differ between channels the order matters.
     always(qk_norm=True, qk_norm_after_rope=True),
     names=ModuleNames(query_norm="query_layernorm", key_norm="key_layernorm"),
     # Published files share these with the type that has experts.

@@ -71,6 +71,7 @@ GLM4_MOE = decoder(
     GLM_SIZES,
     *GLM_PARTS,
     rows=DEEPSEEK.rows,
+    # Published files have the layer of multi-token prediction, which transformers does not read.
     ignored=after_last,
     only=SIGMOID_KEYS,
     classifies=False,
@@ -116,6 +117,7 @@ SARVAM_MOE = decoder(
 
 def _read_rotary_dim(values: Json) -> Settings:
     share = rotated_share(values.get("rotary_dim"), values["head_dim"])
+    # rotary_dim is the older key: a partial_rotary_factor wins.
     return PARTIAL.read({FRACTION: share, **values})
 
 
@@ -234,6 +236,7 @@ MELLUM = decoder(
         lambda model: {"rope_parameters": ROPE_OF_MELLUM.write(model)["rope_parameters"]},
         ROPE_OF_MELLUM.named,
     ),
+    # Without layer_types no layer has a window.
     windows(lambda values, layer: False),
     counted("num_local_experts", "num_experts", default=64),
     fields(experts_top_k="num_experts_per_tok", expert_size="moe_intermediate_size", router_normalize="norm_topk_prob"),
@@ -356,11 +359,13 @@ ERNIE4_5_MOE = decoder(
     | {"moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
     | {"moe_layer_end_index": -1, "moe_layer_interval": 1},
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, NO_BIASES),
+    # A softmax with a bias that only selects, unlike DeepSeek-V3's sigmoid.
     always(router_bias=True, router_normalize=True),
     fields(num_experts="moe_num_experts", experts_top_k="moe_k", expert_size="moe_intermediate_size"),
     shared_experts("moe_num_shared_experts", least=0),
     ConfigKeys(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_interval, _write_interval),
     names=ModuleNames(interleaved=True),
+    # The bias is [1, experts] there.
     rows=replace(DEEPSEEK, selection_bias="moe_statics.e_score_correction_bias", selection_dims=((), ("routes",))).rows,
     ignored=lambda model: (r"(.*\.)?mtp.*",),
     only={"use_bias": (False,), "moe_norm_min": (1e-12,)},

@@ -66,6 +66,7 @@ BIOGPT = decoder(
     names=ModuleNames(
         prefix="biogpt.",
         positions="embed_positions",
+        # Two rows of the table are before the first position, as in OPT.
         positions_skip=2,
         final_norm="layer_norm",
         output="output_projection",
@@ -81,6 +82,7 @@ BIOGPT = decoder(
 
 def _bigcode_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder whose fused heads are in another order with a single key head."""
+    # With one key head: all queries, the key, the value; else query, key and value of each head.
     is_single = num_kv_heads(model) < model.num_heads
     return decoder_rows(replace(names, qkv_order="parts" if is_single else "groups"), model)
 
@@ -108,6 +110,7 @@ GPT_BIGCODE = decoder(
     aliases=GPT2_ALIASES,
 )
 
+# transformers' constant mp_num.
 PARTS = 4
 """In how many parts CodeGen's heads are stored, each with the queries, values and keys of its heads."""
 
@@ -129,6 +132,7 @@ def _codegen_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
             Slots(at * heads, heads, 3 * heads),
             order=order if rotates else None,
         )
+        # transformers splits a part into query, value and key, in this order.
         for index, at, rotates in ((0, 0, True), (1, 2, True), (2, 1, False))
     )
     return (

@@ -95,6 +95,7 @@ CWM = decoder(
     },
     *(*LIKE_LLAMA, HEAD_DIM, ROPE),
     biases("", "mlp_bias"),
+    # Without layer_types, every fourth layer is full, from the first on.
     windows(lambda values, layer: layer % 4 != 0),
     classifies=False,
 )

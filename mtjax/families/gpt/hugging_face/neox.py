@@ -60,6 +60,7 @@ GPT_NEOX = decoder(
         output="embed_out",
         attention="attention",
         qkv="query_key_value",
+        # The fused tensor has query, key and value of each head next to each other.
         qkv_order="groups",
         attention_output="dense",
         up="dense_h_to_4h",
@@ -107,7 +108,9 @@ GPTJ_PARTS = (
     ConfigKeys(
         ("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}
     ),
+    # No biases in attention, but in the MLP and of the logits.
     biases(with_mlp=True),
+    # Attention and MLP read the same norm; GPT-NeoX has one for each.
     always(parallel_residual="one_norm", output_bias=True),
 )
 GPTJ_NAMES = ModuleNames(
@@ -120,6 +123,7 @@ GPTJ_NAMES = ModuleNames(
     attention_output="out_proj",
     up="fc_in",
     down="fc_out",
+    # RoPE rotates neighbouring channels.
     interleaved=True,
 )
 GPTJ = decoder("gptj", "GPTJ", GPTJ_SIZES, *GPTJ_PARTS, names=GPTJ_NAMES, aliases=GPT2_ALIASES)
@@ -149,6 +153,7 @@ STABLELM = decoder(
         lambda model: {"use_parallel_residual": model.parallel_residual != "no", "qk_layernorm": model.qk_norm},
     ),
     fields(hidden_dropout="hidden_dropout"),
+    # A module of its own for each head.
     names=ModuleNames(query_norm="q_layernorm.norms.{head}", key_norm="k_layernorm.norms.{head}"),
 )
 
@@ -182,6 +187,7 @@ NEMOTRON = decoder(
     ROTARY,
     rope(fraction=FRACTION),
     biases("attention_bias", "mlp_bias"),
+    # Nemotron's norms multiply by 1 + weight.
     always(norm_weight="offset"),
 )
 
@@ -199,6 +205,7 @@ GLM4 = decoder(
     "Glm4",
     GLM_SIZES,
     *GLM_PARTS,
+    # GLM-4 is GLM with norms of the sublayers' outputs.
     always(norm_placement="sandwich"),
     names=replace(GLM_NAMES, attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
 )

@@ -27,6 +27,7 @@ OLMO = decoder(
     SWIGLU,
     ROTARY,
     ROPE,
+    # Layer norm without weights; the epsilon is a constant in transformers' code.
     always(family="gpt", norm="layernorm", norm_epsilon=1e-5, norm_weight="none", hidden_dropout=0.0),
     biases("attention_bias"),
     fields(qkv_clip="clip_qkv"),
@@ -39,6 +40,7 @@ ON_OUTPUTS = ModuleNames(
     mlp_norm="",
     mlp_output_norm="post_feedforward_layernorm",
 )
+# The norms of queries and keys are over all heads together.
 WIDTH_NORM = always(qk_norm=True, qk_norm_scope="width", norm_placement="output")
 OLMO2_SIZES = OLMO_SIZES | {"rms_norm_eps": 1e-5}
 OLMO2 = decoder(

@@ -14,6 +14,7 @@ def _read_rope(values: Json) -> Settings:
     """Reads RoPE; longrope had other names in the first versions."""
     given = rope_object(values)
     kind = given.get("rope_type", given.get("type", "default"))
+    # As transformers reads them.
     kind = "longrope" if kind in ("su", "yarn") else kind
     return FRACTION.read({**values, rope_key(values): given | {"rope_type": kind}})
 
@@ -23,6 +24,7 @@ def _write_rope(model: Model) -> Json:
     if model.rope_scaling != "longrope":
         return found
     written = found["rope_parameters"]
+    # transformers computes this ratio itself where there is no factor.
     if model.rope_factor == model.sequence_length / model.rope_original_length:
         written.pop("factor")
     # transformers 4 accepts these keys alone, unless it has to know the factor.

@@ -12,6 +12,7 @@ def _rule(values: Json, layer: int) -> bool:
 
 def _write(model: Model) -> Json:
     letters = window_letters(model)
+    # Windows are in the last layers: the first S is where they begin, or the end if there are none.
     return {"max_window_layers": (letters + "S").index("S")}
 
 
@@ -21,6 +22,7 @@ QWEN_SIZES = sizes(4096, 22016, 32, 32, 32, 151_936, 32_768) | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+# Biases of query, key and value whatever config.json says, and none of the output.
 QWEN2 = decoder("qwen2", "Qwen2", QWEN_SIZES, *LIKE_LLAMA, ROPE, biases(always="qkv"), QWEN_WINDOWS)
 QK_NORM = always(qk_norm=True)
 QWEN3 = decoder(

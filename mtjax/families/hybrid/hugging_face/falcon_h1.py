@@ -7,7 +7,7 @@ from mtjax.config import Model
 from mtjax.config.layer_pattern import SIDE_BY_SIDE, shortened_pattern
 from mtjax.config.sizes import head_dim
 from mtjax.config.ssm import letters_of, ssm_heads
-from mtjax.convert.model_types.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size_fields, sizes
+from mtjax.convert.model_types.decoder import HEAD_DIM, NO_BIASES, ROPE, SWIGLU, decoder, size_fields, sizes
 from mtjax.convert.model_types.decoder_rows import ModuleNames
 from mtjax.convert.model_types.family import Json
 from mtjax.convert.model_types.parts import (
@@ -17,7 +17,6 @@ from mtjax.convert.model_types.parts import (
     check_factor,
     fields,
     inverse,
-    no_biases,
     unused,
 )
 from mtjax.errors import UserError
@@ -54,9 +53,11 @@ def _read_attention(values: Json) -> Settings:
     """Reads the factors of attention's input, keys and output: of its input, query, key and value are multiples."""
     before, keys = _factor(values, "attention_in_multiplier"), _factor(values, "key_multiplier")
     width = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    # attention_in_multiplier scales queries and keys, so scores have it twice.
     scores = before * before * keys
     return {
         "attention_scale": None if scores == 1 else scores * width**-0.5,
+        # And values once, of which the output is a linear function.
         "attention_output_scale": before * _factor(values, "attention_out_multiplier"),
     }
 
@@ -65,6 +66,7 @@ def _write_attention(model: Model) -> Json:
     scale, root = model.attention_scale, head_dim(model) ** 0.5
     keys = 1.0 if scale is None else inverse(lambda key: key * head_dim(model) ** -0.5, scale, scale * root)
     return {
+        # Read as part of the other factors, which are written with their products.
         "attention_in_multiplier": 1.0,
         "key_multiplier": keys,
         "attention_out_multiplier": model.attention_output_scale,
@@ -149,9 +151,10 @@ FALCON_H1 = halved(
         always(position="rope"),
         SWIGLU,
         ROPE,
-        no_biases(),
+        NO_BIASES,
         ConfigKeys(
             ("num_hidden_layers",),
+            # H: attention and Mamba-2 side by side; each of transformers' layers is two here.
             lambda values: {"layer_pattern": shortened_pattern("H-" * values["num_hidden_layers"])},
             lambda model: {"num_hidden_layers": max(letters_of(model).count("H"), 1)},
         ),

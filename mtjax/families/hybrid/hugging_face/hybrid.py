@@ -124,6 +124,7 @@ MAMBA2 = decoder(
     },
     size_fields(num_layers="", num_heads="", num_kv_heads="", mlp_size="", sequence_length="", attention_dropout=""),
     rms_norm("layer_norm_epsilon"),
+    # config.json has no length, which a recurrent state does not limit.
     always(position="none", bias=False, sequence_length=4096),
     ConfigKeys(
         ("num_hidden_layers",),
@@ -217,6 +218,7 @@ def _read_granite(values: Json) -> Settings:
     count, width = values["num_local_experts"], values["shared_intermediate_size"]
     pattern = {"layer_pattern": _pairs(read_types(kinds, "layer_types"), "E" if count else "-")}
     if not count:
+        # Without experts the shared MLP is the only one, and its key has the width.
         return {**pattern, "mlp_size": width, "num_experts": 0}
     return {**pattern, "shared_expert_size": width, **TOP_K.read(values), **SAME_SIZE.read(values)}
 

@@ -89,6 +89,7 @@ def own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         if not ours.startswith(f"{LAYERS}."):
             return ours
         rest = ours.removeprefix(f"{LAYERS}.")
+        # A norm belongs to the stack of its mixer: attention_norm to attention.
         return f"{rest.split('.')[0].removesuffix('_norm')}.layers.{rest}"
 
     return tuple(replace(of, ours=renamed(of.ours)) for of in rows)

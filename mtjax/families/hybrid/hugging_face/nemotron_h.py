@@ -28,6 +28,7 @@ def _read_pattern(values: Json) -> Settings:
     """Reads Nemotron-H's layers, which versions of transformers write as letters or as a list."""
     kinds, letters = values.get("layers_block_type"), values.get("hybrid_override_pattern")
     if kinds is None and letters is None:
+        # transformers' default.
         kinds = [STATE_SPACE, "moe", ATTENTION, "mlp"]
     letters = expanded(letters) if kinds is None else read_types(kinds, "layers_block_type")
     counted = {"num_experts": values["n_routed_experts"]} if "E" in letters else {"num_experts": 0}
@@ -40,6 +41,7 @@ def _write_pattern(model: Model) -> Json:
         "layers_block_type": [KINDS[letter] for letter in letters],
         "hybrid_override_pattern": letters,
         "num_hidden_layers": len(letters),
+        # Without experts transformers' default, which it does not read then.
         "n_routed_experts": model.num_experts or 8,
     }
 

@@ -71,6 +71,7 @@ def _gated_attention_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     query = names.in_attention(names.query)
 
     def own(tensor: Tensor) -> Tensor:
+        # transformers splits each head's part of the product into query and gate.
         return replace(tensor, slots=Slots(0, 1, 2)) if tensor.name.startswith(f"{query}.") else tensor
 
     found = (replace(of, tensors=tuple(own(tensor) for tensor in of.tensors)) for of in attention_rows(names, model))
@@ -151,6 +152,7 @@ QWEN3_NEXT = halved(
         HEAD_DIM,
         rms_norm("rms_norm_eps"),
         SWIGLU,
+        # Norms multiply by 1 + weight, except for the gated norm of delta nets.
         always(position="rope", norm_weight="offset", qk_norm=True, attention_output_gate=True),
         rope(fraction="partial_rotary_factor"),
         biases("attention_bias"),

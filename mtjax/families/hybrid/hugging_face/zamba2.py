@@ -80,6 +80,7 @@ def _read_attention(values: Json) -> Settings:
     width, heads = 2 * values["hidden_size"], values["num_attention_heads"]
     if width % heads:
         raise UserError(f"2 x hidden_size {values['hidden_size']} is not a multiple of num_attention_heads {heads}")
+    # Attention reads hidden states and embeddings side by side, but divides its scores as if heads were half as wide.
     return {"num_heads": heads, "head_dim": width // heads, "attention_scale": (width // heads / 2) ** -0.5}
 
 
@@ -124,6 +125,7 @@ def _mamba(stack: str, prefix: str, model: Model) -> tuple[Row, ...]:
 
 def _adapters(stack: str, block: str, model: Model) -> list[Row]:
     """Returns the rows of the adapters, which are lists in the module of a block, counted over both."""
+    # The lists of both blocks have an entry for each use of any block, an empty one for those of the other block.
     every = numbers_of(model, "".join(SHARED))
     letter = next(letter for letter, own in SHARED.items() if own == stack)
     uses = tuple(every.index(number) for number in numbers_of(model, letter))

@@ -1,5 +1,7 @@
-"""Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
-paper)."""
+"""The mixers of a transformer: multi-head self-attention and the MLP, both column-parallel, then row-parallel.
+
+Attention is sharded by heads: no communication between its two projections (Figure 3b of the paper).
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,18 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
-from mtjax.layout.weights import ProductSizes, attention_products
-from mtjax.models.kernels.options import AttentionOptions
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.mixer import State
+from mtjax.config.sizes import GATED, attention_biases, attention_windows, head_dim, mlp_bias, mlp_size, num_kv_heads
+from mtjax.layout.weights import ProductSizes, attention_products, attention_sinks, mlp_products
+from mtjax.models.kernels.xla import AttentionOptions
+from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.ops import Linear, activation_of, constant, normal, scaled
 from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import SAVED, is_unrolled
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
     from mtjax.models.mixers.grouped_qkv import GroupedQKV
     from mtjax.models.relative import RelativeBias
+
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -47,7 +50,8 @@ def kernel_of(attention: str) -> Kernel:
 
 def self_attention_products(model: Model) -> Mapping[str, ProductSizes]:
     """Returns the dimensions of attention's products, by name."""
-    return attention_products(model.hidden_size, model.num_heads, num_kv_heads(model), head_dim(model))
+    heads, is_gated = (model.num_heads, num_kv_heads(model), head_dim(model)), model.attention_output_gate
+    return attention_products(model.hidden_size, *heads, is_gated=is_gated)
 
 
 class SelfAttention(nnx.Module):
@@ -69,7 +73,7 @@ class SelfAttention(nnx.Module):
         self.query_norm, self.key_norm = _head_norms(model)
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
-        self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
+        self.sinks = constant(0.0, attention_sinks(model.num_heads)) if model.attention_sinks else None
         self.relative = _relative_bias(model, jax.random.fold_in(key, 2))
         self.options = attention_options(model)
         self.windows = attention_windows(model)
@@ -217,3 +221,46 @@ def attention_options(model: Model) -> AttentionOptions:
 def initial_query_scale(model: Model) -> float:
     """Returns the factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5, else 1."""
     return head_dim(model) ** -0.5 if model.position == "relative" else 1.0
+
+
+class MLP(nnx.Module):
+    """Column-parallel, activation, row-parallel: one all-reduce forward, one backward (Figure 3a of the paper)."""
+
+    scope: ClassVar[str] = "mlp"
+    init_number: ClassVar[int] = 1
+    dropout_site: ClassVar[int] = 2
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
+        up_key, down_key = jax.random.split(key)
+        sizes = mlp_products(model.hidden_size, mlp_size(model), is_gated=model.activation in GATED)
+        bias = mlp_bias(model)
+        self.up = Linear(*sizes["up"], std=model.init_std, bias=bias, key=up_key)
+        self.down = Linear(*sizes["down"], std=output_std, bias=bias, sequence="act_seq", key=down_key)
+        self.activation, self.gate_scale = activation_of(model.activation), model.mlp_gate_scale
+
+    def __call__(
+        self,
+        x: Float[Array, "batch act_seq embed"],
+        context: LayerContext,
+        state: State,
+        factor: Float[Array, "batch seq 1"] | None = None,
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
+        inner = self.project_up(x, context)
+        if self.gate_scale != 1:
+            inner = scaled(inner, np.array([[self.gate_scale], [1.0]], np.float32))
+        inner = self.activation(inner)
+        if factor is not None:
+            # Before the row-parallel product, whose output is then reduced together with what is added to it; in
+            # float32, so that the factor's gradient is reduced in float32.
+            inner = (inner.astype(jnp.float32) * factor).astype(inner.dtype)
+        return self.project_down(inner, context), state
+
+    def project_up(self, x: Array, context: LayerContext) -> Array:
+        """All-gathers sequences, and projects to [batch, seq, mlp], or [batch, seq, 2, mlp] with a gate."""
+        return self.up(gather_sequence(x, self.up.rule))
+
+    def project_down(self, inner: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, mlp] to the residual stream, [batch, act_seq, embed]."""
+        return self.down(inner)

@@ -1,0 +1,306 @@
+"""The operations of a layer beside its products (`mtjax.models.project`): linear layers, norms, activations, dropout.
+
+Parameters are float32 and carry the names of their dimensions (`nnx.Param(value, axes=names)`); operations return the
+type of their input, and dropout masks depend on the sample alone, so that they are the same on every mesh.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int, Key
+
+from mtjax.config import Model
+from mtjax.config.sizes import norm_vectors
+from mtjax.layout.dropout import keep_share, keep_threshold
+from mtjax.models.project import ProductRule, project
+from mtjax.models.recompute import DROPOUT_MASK
+from mtjax.sharding.axes import no_hoist, spec, varying_like, where, width_is_sharded
+
+if TYPE_CHECKING:
+    from mtjax.models.rms_norm import RMSNorm
+
+
+def scaled(x: Array, factor: float | np.ndarray) -> Array:
+    """Multiplies by a factor, or by one for each element, in float32: a factor has no rounding of its own."""
+    if isinstance(factor, float) and factor == 1:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
+    """Draws a parameter from N(0, std), created as shards, with the same values on every mesh."""
+    # `out_sharding` makes each device draw its shard. The values depend on the key and the index alone
+    # (jax_threefry_partitionable), not on the mesh.
+    names, shape = tuple(sizes), tuple(sizes.values())
+    return nnx.Param(std * jax.random.normal(key, shape, out_sharding=spec(*names)), axes=names)
+
+
+def constant(value: float, sizes: Mapping[str, int]) -> nnx.Param:
+    """Builds a parameter filled with `value`."""
+    # Sharded from the beginning, like drawn ones: a device never holds all of a large parameter.
+    names, shape = tuple(sizes), tuple(sizes.values())
+    return nnx.Param(jnp.full(shape, value, jnp.float32, out_sharding=spec(*names)), axes=names)
+
+
+class Linear(nnx.Module):
+    """`x W + b`, or `x W`, over named dimensions.
+
+    Column-parallel where an output dimension is sharded, row-parallel where an input dimension is: then the partial
+    products are all-reduced, or with sequence parallelism reduce-scattered.
+    """
+
+    rule: ProductRule | None = None
+    """Of its product; see `project`."""
+    adds_bias: bool = True
+    """False where a layer adds the bias itself, to a sum of several products."""
+
+    def __init__(
+        self,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        *,
+        std: float,
+        bias: bool = True,
+        sequence: str = "seq",
+        key: Array,
+    ) -> None:
+        """Draws the parameters: weight [*inputs, *outputs] from N(0, std), bias 0."""
+        self.num_inputs = len(inputs)
+        self.sequence = sequence
+        self.weight = normal(key, {**inputs, **outputs}, std)
+        self.bias = constant(0.0, outputs) if bias else None
+
+    def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
+        """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x."""
+        # The names are the parameter's own, so that a product is sharded as its weight is.
+        outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
+        bias = None if self.bias is None or not self.adds_bias else self.bias[...]
+        return project(x, self.weight[...], bias, outputs, self.sequence, rule=self.rule)
+
+
+def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
+    """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
+    None for none."""
+    return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
+
+
+def norm_factor(weight: str, scale: nnx.Param | None) -> Array | float:
+    """Returns the factor of the normalized values, float32: the weight of `norm_scale`, 1 + weight, or 1."""
+    if scale is None:
+        return 1.0
+    return 1 + scale[...] if weight == "offset" else scale[...]
+
+
+class LayerNorm(nnx.Module):
+    """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        dtype: jax.typing.DTypeLike,
+        *,
+        weight: str = "scale",
+        bias: bool = True,
+    ) -> None:
+        """Builds a factor of 1 and bias 0; `weight` is a value of the setting norm_weight."""
+        self.weight_kind = weight
+        self.scale = norm_scale(weight, {"embed": size})
+        self.bias = constant(0.0, {"embed": size}) if bias else None
+        self.epsilon = epsilon
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+        """Applies to the last dimension."""
+        factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
+        if width_is_sharded():
+            # The 2D layout: mean and variance are sums over ranks.
+            from mtjax.models.width import layer_norm
+
+            return layer_norm(self.epsilon, x, factor, self.bias).astype(self.dtype)
+        # Parameters are equal on all ranks, x is not: `_layer_norm`'s gradient of the factor varies like x.
+        normalized: Array = _layer_norm(self.epsilon, x, varying_like(factor, x))
+        if self.bias is not None:
+            normalized = normalized + self.bias[...]
+        return normalized.astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(epsilon: float, x: Array, scale: Array) -> Array:
+    """Normalizes x [..., embed] and multiplies it by scale [embed]: float32."""
+    normal, _ = _normal(x, *_statistics(epsilon, x))
+    return normal * scale
+
+
+def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _layer_norm(epsilon, x, scale), (x, scale)
+
+
+def _layer_norm_backward(epsilon: float, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Computes gradients as autodiff does.
+
+    With n the normalized x, r = 1 / sqrt(variance + epsilon) and g = gradient * scale:
+    `dx = r (h - mean(h))` where `h = g - n mean(g n)`, and `d scale = sum over tokens of gradient * n`.
+
+    Args:
+      epsilon: added to the variance.
+      saved: x [..., embed] and scale [embed].
+      gradient: float32 [..., embed].
+
+    Returns:
+      Gradients of x and scale.
+    """
+    x, scale = saved
+    # XLA: without the barrier, the statistics are fused into the kernel of the terms of the scale's gradient, which are
+    # then written out in float32. With it, that sum is computed while x and the gradient are read.
+    normal, rate = _normal(x, *jax.lax.optimization_barrier(_statistics(epsilon, x)))
+    d_x = gradient * scale
+    d_x = d_x - normal * (d_x * normal).mean(-1, keepdims=True)
+    d_x = d_x - d_x.mean(-1, keepdims=True)
+    return (d_x * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
+    """Computes the mean of each token, and its variance plus epsilon: [..., 1] each."""
+    x = x.astype(jnp.float32)
+    mean = x.mean(-1, keepdims=True)
+    # Of differences: the mean of squares minus the square of the mean would cancel where the mean is large.
+    return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
+
+
+def _normal(x: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
+    """Normalizes x; returns it with the reciprocal standard deviation by which it was multiplied."""
+    rate = jax.lax.rsqrt(variance)
+    return (x.astype(jnp.float32) - mean) * rate, rate
+
+
+Norm: TypeAlias = "LayerNorm | RMSNorm"
+
+
+def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
+    """Builds the norm of a model's settings."""
+    size, epsilon, weight = model.hidden_size, model.norm_epsilon, model.norm_weight
+    if model.norm != "rmsnorm":
+        return LayerNorm(size, epsilon, dtype, weight=weight, bias="bias" in norm_vectors(model))
+    from mtjax.models.rms_norm import RMSNorm
+
+    return RMSNorm(size, epsilon, dtype, weight=weight)
+
+
+_SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu(x: Array) -> Array:
+    """Computes the tanh approximation of GELU (arXiv 1606.08415)."""
+    return 0.5 * x * (1 + jnp.tanh(_SCALE * (x + _CUBIC * x**3)))
+
+
+def _gelu_slope(x: Array) -> Array:
+    """Computes the derivative of `_gelu`, by `(1 + tanh(u)) / 2 = sigmoid(2 u)`."""
+    sigmoid = jax.nn.sigmoid(2 * _SCALE * (x + _CUBIC * x**3))
+    return sigmoid * (1 + 2 * _SCALE * x * (1 - sigmoid) * (1 + 3 * _CUBIC * x**2))
+
+
+def _gelu_exact(x: Array) -> Array:
+    """Computes GELU by the normal distribution (arXiv 1606.08415)."""
+    return 0.5 * x * lax.erfc(-math.sqrt(0.5) * x)
+
+
+def _gelu_exact_slope(x: Array) -> Array:
+    """Computes the derivative of `_gelu_exact`: the distribution function plus x times the density."""
+    density = jnp.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + lax.erf(math.sqrt(0.5) * x)) + x * density
+
+
+def _with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Builds an activation from its value and its derivative, computed in float32; the result has the type of x."""
+
+    # XLA: the derivative uses another function than the value: sigmoid instead of tanh, erf instead of erfc. Of the
+    # same function in both, which the backward pass recomputes, XLA for GPUs would write the result to memory in a
+    # separate kernel, as it estimates that to be cheaper than computing it twice.
+
+    @jax.custom_vjp
+    def activation(x: Array) -> Array:
+        return value(x.astype(jnp.float32)).astype(x.dtype)
+
+    def forward(x: Array) -> tuple[Array, Array]:
+        return activation(x), x
+
+    def backward(x: Array, gradient: Array) -> tuple[Array]:
+        # XLA: a product in float32 would be written out for the bias' gradient, so the slope is cast first.
+        return (gradient * slope(x.astype(jnp.float32)).astype(x.dtype),)
+
+    activation.defvjp(forward, backward)
+    return activation
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": _with_slope(_gelu, _gelu_slope),
+    "gelu_exact": _with_slope(_gelu_exact, _gelu_exact_slope),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+def activation_of(name: str) -> Callable[[Array], Array]:
+    """Returns the function of the setting `activation`, gated or not."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from mtjax.models.gated_activations import gated_activation
+
+    return gated_activation(name)
+
+
+def dropout(
+    x: Array,
+    rate: float,
+    keys: Key[Array, " batch"] | None,
+    site: int,
+    names: tuple[str, ...],
+    saved_as: str = DROPOUT_MASK,
+    positions: Int[Array, " seq"] | None = None,
+) -> Array:
+    """Zeroes a fraction `rate` of `x` and divides the remaining elements by the probability of keeping them.
+
+    The probability is 1 - `rate`, rounded to a multiple of 2^-16. Returns `x` when `keys` is None or `rate` 0.
+
+    Args:
+      x: [batch, ...].
+      rate: fraction that is dropped.
+      keys: one per sample, so that what is dropped does not depend on the mesh, the microbatch size or the number of
+        processes.
+      site: distinguishes the dropouts that share `keys`.
+      names: logical names of x's dimensions.
+      saved_as: name of the mask in the policies of `mtjax.models.recompute`.
+      positions: of x's second dimension in the entire sample, of which a rank may have some tokens; 0, 1, ... when
+        None.
+    """
+    if keys is None or rate == 0:
+        return x
+    drawn = _halves(x, keys, site, names, positions)
+    keep = checkpoint_name(drawn >= jnp.uint32(keep_threshold(rate)), saved_as)
+    return where(keep, x / keep_share(rate), 0.0).astype(x.dtype)
+
+
+def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
+    """Draws a random number of 16 bits for each element of x, uint32 in its shape."""
+    from mtjax.models.threefry import random_halves
+
+    def draw(keys: Array, positions: Array | None) -> Array:
+        of_site = jax.vmap(lambda key: jax.random.fold_in(key, site))(keys)
+        return random_halves(of_site, x.shape, spec(*names), positions, site)
+
+    # As one primitive: jax would hoist the elements' indices, which are constants, out of the scan over layers, and
+    # every layer would read them from memory.
+    return no_hoist(draw, keys, positions)
