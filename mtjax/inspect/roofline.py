@@ -196,6 +196,7 @@ class Roofline:
         computing = sum(self.product_seconds(product) for product in products)
         moving = self.machines[2].passes(bytes_moved(self.module, computation, instruction))
         others = self.by_instructions.get(instruction.name, 0.0)
+        # A kernel loads, computes and stores at once, so that the slowest of these is its time.
         return max(computing, moving, others, self.launch), computing >= moving
 
     def product_seconds(self, product: BatchedMatmul) -> float:

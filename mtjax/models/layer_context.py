@@ -28,8 +28,7 @@ class LayerContext:
     """Inputs of every layer other than the hidden states; all of them are optional."""
 
     dropout_keys: Key[Array, " batch"] | None = None
-    """One per sample; None turns dropout off. A layer's mixers get keys derived from the stack's keys and the layer's
-    number."""
+    """One per sample, for the layer's number; None turns dropout off."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only; padding is a separate segment."""
     layer: Int[Array, ""] | int | None = None
@@ -61,13 +60,11 @@ class LayerContext:
     padding: "Padding | None" = None
     """Which tokens are padding, which routers neither count nor send to experts; None where all are text."""
     cache_positions: "CachePositions | None" = None
-    """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state; None without
-    one."""
+    """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state."""
 
 
 State = Any
-"""A tree of arrays that a mixer reads and returns in addition to hidden states, such as a KV cache; None where there is
-none, as in training."""
+"""Arrays that a mixer reads and returns besides hidden states, such as a KV cache; None if none, as in training."""
 
 
 class Mixer(Protocol):
@@ -78,8 +75,7 @@ class Mixer(Protocol):
     init_number: ClassVar[int]
     """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
     dropout_site: ClassVar[int]
-    """Site, within the layer, of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a
-    layer differ."""
+    """Site of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a layer differ."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
