@@ -139,6 +139,56 @@ def test_of_slices_only_the_slice_moves():
     assert moved == 400 + 4 + 400 + 400 + 400
 
 
+UPDATED = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%in_place (x: f32[8,100], new: f32[8,10]) -> f32[800] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  ROOT %flat = f32[800]{0} bitcast(%put)
+}
+
+%summed (x: f32[8,100], new: f32[8,10]) -> f32[8] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  %start = f32[] constant(0)
+  ROOT %rows = f32[8]{0} reduce(%put, %start), dimensions={1}, to_apply=%add
+}
+
+%cut (x: f32[8,100], new: f32[8,10]) -> f32[2,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  ROOT %rows = f32[2,100]{1,0} slice(%put), slice={[0:2], [0:100]}
+}
+
+ENTRY %main (x: f32[8,100], n: f32[8,10]) -> f32[8] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %n = f32[8,10]{1,0} parameter(1)
+  %p = f32[800]{0} fusion(%x, %n), kind=kLoop, calls=%in_place
+  %c = f32[2,100]{1,0} fusion(%x, %n), kind=kLoop, calls=%cut
+  ROOT %s = f32[8]{0} fusion(%x, %n), kind=kInput, calls=%summed
+}
+"""
+
+
+def test_an_updated_array_is_read_unless_it_is_updated_in_place():
+    """The loss overwrites the logits of padding in the kernels that reduce them: these read all logits."""
+    module = hlo.parse(UPDATED)
+    moved = {name: bytes_moved(module, module.entry, module.entry.by_name[name]) for name in ("p", "s", "c")}
+    assert moved == {"p": 320 + 320, "s": 3200 + 320 + 32, "c": 800 + 320 + 800}
+
+
 CONVERTED = """HloModule m, is_scheduled=true
 
 %alone (x: f32[8,100]) -> bf16[8,100] {
