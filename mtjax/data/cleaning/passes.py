@@ -121,7 +121,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
         progress = stack.enter_context(BytesProgress("cleaning", sum(total_bytes(p) for p in job.paths)))
         before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
         results = map_in_order(cleaner, chunks(job.paths, None, fields), job.workers)
-        # Ends the worker processes also where a line ends the run.
+        # Ends the worker processes, even if a bad document ends the run.
         stack.callback(results.close)
         text_bytes = 0
         for chunk, result in results:

@@ -21,7 +21,6 @@ BLOOM_NAMES = ModuleNames(
     layer="h.{layer}",
     attention="self_attention",
     qkv="query_key_value",
-    # The fused tensor has query, key and value of each head next to each other.
     qkv_order="groups",
     attention_output="dense",
     up="dense_h_to_4h",
