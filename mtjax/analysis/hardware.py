@@ -109,8 +109,8 @@ class Server:
           UserError: the last server would not be full.
         """
         each = min(self.gpus, count)
-        # Ranks are numbered through full servers: with a partly filled one, groups of neighbours would cross servers
-        # that formulas think are inside.
+        # Formulas assume equally many consecutive ranks in every server: otherwise groups that they place inside a
+        # server would span two.
         if count % each:
             raise UserError(
                 f"{count} GPUs don't fill servers of {self.gpus}: choose a mesh that does, or another --target"

@@ -63,7 +63,6 @@ def without_effect(model: "Model") -> frozenset[str]:
         return frozenset()
     unread = tuple(start for own, starts in READ_BY.items() if not set(own) & set(letters) for start in starts)
     unread += () if set("-EZz") & set(letters) else ("activation",)
-    # `startswith` of an empty tuple is False, and of the prefixes one is enough.
     return frozenset(name for name in vars(model) if unread and name.startswith(unread))
 
 

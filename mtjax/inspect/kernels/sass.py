@@ -95,6 +95,5 @@ def _backwards(at: int, operands: str, labels: dict[str, int]) -> Iterator[tuple
     """Yields the loop that a branch ends; not that of the branch to itself after the end of every kernel."""
     target = re.search(r"\.L\w+", operands)
     first = labels.get(target[0]) if target else None
-    # Every kernel ends in a branch to itself, as padding.
     if first is not None and first < at:
         yield first, at
