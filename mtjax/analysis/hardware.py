@@ -258,7 +258,7 @@ B200 = Gpu(
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({g.name: g for g in (V100, A100_40, A100_80, H100, H200, B200)})
 
-# Of a step of a simple ring, from NCCL's published tuning model (mtjax.analysis.nccl).
+# For one step of a simple ring, from NCCL's published tuning model (mtjax.analysis.nccl).
 _NVLINK_LATENCY = 3.4e-6
 _NETWORK_LATENCY = 9.6e-6
 

@@ -84,7 +84,7 @@ def ssm_chunk(model: "Model") -> int:
 
 def chunks_at_once(model: "Model", samples: int, heads: int) -> int:
     """Returns how many chunks of each of `samples` a rank with so many heads computes at once."""
-    # Of each chunk 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
+    # A chunk takes 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
     return max(1, BLOCK_BYTES // (2 * samples * heads * ssm_chunk(model) ** 2))
 
 

@@ -381,8 +381,7 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
     for o in operations:
         first[o.device] = min(first.get(o.device, o.start), o.start)
         last[o.device] = max(last.get(o.device, 0.0), o.start + o.seconds)
-    # From first to last operation: the pause between steps, in which the host launches the next, is left out of a
-    # single step.
+    # From the first operation to the last, without the pause after the last step, in which the host launches the next.
     return max(last[device] - first[device] for device in first) / steps
 
 

@@ -305,7 +305,7 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
         for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
-        # Also powers of two times `gpus` that are no such products: pipeline stages may take the factor.
+        # Without such divisors, pipeline stages may take a factor of two.
     } | {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 
