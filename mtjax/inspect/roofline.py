@@ -119,7 +119,7 @@ class Roofline:
     def use(self, by_instructions: Mapping[str, float]) -> None:
         """Takes account of a third clock: the seconds that the instructions of operations' kernels take, by name."""
         self.by_instructions = by_instructions
-        # They were timed with two clocks.
+        # What was walked before was timed with two clocks.
         self.walked.clear()
 
     def run(self) -> Walked:
