@@ -87,7 +87,8 @@ class Linear(nnx.Module):
 
 
 def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
-    """Builds the weight of a norm, for a value of the setting norm_weight; at first the norm multiplies by 1."""
+    """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
+    None for none."""
     return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
 
 

@@ -215,7 +215,7 @@ def _product_backward(
     formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
     # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
     x_gradient = _scaled(recipe, formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
-    # Of the weight before its dimensions are merged.
+    # The weight's shape before its dimensions are merged.
     shape = saved[1].shape
     inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))

@@ -95,7 +95,14 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Computes the final hidden states, as the output table reads them; arguments besides tokens as in a batch."""
+        """Computes the final hidden states, as the output table reads them.
+
+        Args:
+          tokens: ids.
+          position_ids: of each token in its document; 0, 1, ... when None.
+          segment_ids: when given, tokens attend within their segment only.
+          keys: one dropout key per sample; None turns dropout off.
+        """
         batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
         return self.final_hidden(run_sections(self, batch, keys)[0].x)
 
