@@ -161,7 +161,7 @@ def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
     """Computes the mean of each token, and its variance plus epsilon: [..., 1] each."""
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
-    # Of differences: the mean of squares minus the square of the mean would cancel where the mean is large.
+    # The mean of squared differences: the mean of squares minus the square of the mean cancels where the mean is large.
     return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
 
 

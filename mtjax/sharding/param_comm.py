@@ -41,7 +41,7 @@ class GradReduction:
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
 
-# A pytree in the place of a parameter: scans, `vmap` and `nnx.merge` map over its arrays without knowing of it.
+# A pytree in the place of a parameter, so that `lax.scan`, `vmap` and `jax.tree.map` need no code for it.
 class WrappedParam:
     """A parameter with communication where it is used."""
 

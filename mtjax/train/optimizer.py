@@ -113,7 +113,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
         return optax.chain(clip, rule)
     from mtjax.train.layer_decay import layer_decay
 
-    # Behind the rule: Adam's updates do not depend on the scale of its gradients.
+    # After the rule, not before it: Adam's updates do not depend on the scale of its gradients.
     return optax.chain(clip, rule, layer_decay(config, records, orders))
 
 

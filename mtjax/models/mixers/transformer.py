@@ -158,7 +158,7 @@ class FusedQKV(nnx.Module):
         sizes = self_attention_products(model)["qkv"]
         self.weight = normal(key, sizes.weight, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
-            # Of [embed, 3, heads, head_dim], the query's third alone.
+            # Only the query's third of [embed, 3, heads, head_dim].
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, sizes.outputs) if attention_biases(model)[0] else None
         self.is_read_linearly = is_linear(model)
@@ -177,7 +177,8 @@ class FusedQKV(nnx.Module):
 
 
 def is_linear(model: Model) -> bool:
-    """Returns whether attention's inputs are linear in the products: neither normalized nor clipped."""
+    """Returns whether attention's inputs are linear in the products: rotated or scaled perhaps, but neither normalized
+    nor clipped."""
     return not model.qk_norm and model.qkv_clip is None
 
 
