@@ -77,7 +77,7 @@ def expert_biases(products: Mapping[str, ProductSizes]) -> dict[str, Sizes]:
     product's, which it adds to its own tokens."""
     up, down = products["up"], products["down"]
     count = up.inputs["expert"]
-    # The last product's are added to sums over experts, behind the dispatch: so each rank needs all of them.
+    # Those of the last product are added to sums over experts, after the dispatch, so each rank needs all of them.
     return {"up": {"expert": count, **up.outputs}, "down": {"every_expert": count, **down.outputs}}
 
 

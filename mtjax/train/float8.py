@@ -47,7 +47,7 @@ class Float8Step(TrainStep):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
         if device.platform != "cpu":
-            # Compile-only devices may not say theirs: 9.0, as the planner assumes.
+            # Compile-only devices may not report one: 9.0 then, as the planner assumes.
             capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
             check_float8_gpu(config.training.fp8, device.device_kind, capability)
         super().__init__(config, mesh, layout)
@@ -64,7 +64,7 @@ class Float8Step(TrainStep):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """See `TrainStep.with_optimized`; the states of products remain."""
-        # Products' states pass by the optimizer: `apply_gradients` computes their next ones.
+        # The optimizer does not have the products' states: `apply_gradients` computes their next ones.
         return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
 
     @property

@@ -275,7 +275,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 entry |= validate_and_evaluate(run, state, step, clock)
                 log_entry(run, entry, compiled=step == start.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
-            # Its queue holds results on the devices.
+            # The queue of steps to check keeps results on the devices, so its length is limited.
             elif run.nonfinite_steps.is_full:
                 check_steps(run, state)
             # All processes stop after the same step, whichever of them received the signal.

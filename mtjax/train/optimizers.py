@@ -41,13 +41,13 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
     options = config.optimizer
     learning_rate = make_learning_rate(options, config.training.steps)
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
-    # It has weight decay and learning rate within, as its average needs the step that was made.
+    # It applies weight decay and learning rate itself, as its average needs the resulting step.
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
     scale = SCALES.get(options.optimizer)
     return optax.chain(
         scale(config, records) if scale else _adam(config, records, orders),
-        # Behind the scaling: decoupled, as AdamW's (arXiv 1711.05101), for every optimizer.
+        # After the scaling: decoupled, as in AdamW (arXiv 1711.05101), for every optimizer.
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -202,7 +202,7 @@ def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "b
     if queries.first is not None:
         near = keys.positions[:, None, :] >= queries.first[:, :, None]
         if not is_causal:
-            # As far behind the token as `first` is before it.
+            # As far after the token as `first` is before it.
             last = 2 * queries.positions - queries.first
             near &= keys.positions[:, None, :] <= last[:, :, None]
         seen = near if seen is None else seen & near

@@ -81,7 +81,7 @@ class Passage(NamedTuple):
 def delta_passage(inputs: DeltaInputs, size: int, at_once: int, before: Int[Array, " b"] | None) -> Passage:
     """Runs the recurrence over all tokens for any state that comes in: for zeros, and beside them for the identity.
 
-    The loop over chunks, whose steps take their latency, runs once; what is read of the state is one product behind it.
+    The loop over chunks, whose steps take their latency, runs once; what is read of the state is one product after it.
 
     Args:
       inputs: of the tokens.
@@ -110,7 +110,7 @@ def _pass_chunks(
     # With decay and beta 0, padding leaves the state as it is.
     inputs = whole_chunks(inputs, size)
     count = inputs.value.shape[1] // size
-    # As many chunks as possible, of which all blocks have equally many.
+    # The most chunks of a block that divide them into equal blocks.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
@@ -183,8 +183,8 @@ class _Chunk(NamedTuple):
         # Masked before the exponential: decays to later tokens are positive, and would overflow.
         fades = jnp.exp(where(sees, between(until), -jnp.inf))
         alike, scores = (wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
-        # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns behind the
-        # inverse.
+        # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns after it
+        # is inverted.
         rates = jnp.moveaxis(beta, 2, -1)
         earlier_tokens = np.tril(np.ones((size, size), bool), -1)
         system = where(jnp.asarray(earlier_tokens)[None, None, None, None], alike * fades, 0.0) * rates[..., None]

@@ -296,7 +296,7 @@ def _store(ref: Any, block: Array, width: int) -> None:
 def _scores_backward(
     sizes: _Sizes, query: Array, key: Array, value: Array, gradient: Array, row: tuple[Array, Array], more: Any, at: Any
 ) -> tuple[Array, Array]:
-    """Computes probabilities behind dropout, and the gradients of scaled products; `row` are log-sums and row sums.
+    """Computes probabilities after dropout, and the gradients of scaled products; `row` are log-sums and row sums.
 
     `more` are segments, dropout and the head.
     """

@@ -36,6 +36,6 @@ class GatedSelfAttention(SelfAttention):
     def project_with_gate(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array, Array]:
         """Returns the gate, before the sigmoid, and query, key and value, each [batch, seq, heads, head_dim]."""
         del context
-        # Once for both products.
+        # Gathered once for both products.
         gathered = gather_sequence(x, None)
         return self.gate(gathered), *self.qkv(gathered)

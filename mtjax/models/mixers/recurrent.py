@@ -77,7 +77,8 @@ class RecurrentMixer(nnx.Module):
         # Named as attention's output is, so that only full recompute runs the scan again.
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
-            # Else what the gate's gradient is computed from would wait until the first product's gradient needs it.
+            # Otherwise the gate's gradient would be computed only where the first product's gradient needs it, and what
+            # it is computed from kept until then.
             y = self.gated_norm(*gradients_together(y, gate))
         # Groups and their heads are heads again, for the row-parallel product.
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))

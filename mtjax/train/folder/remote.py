@@ -126,7 +126,7 @@ class RemoteFolder:
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise in_use(self.url, name)
             if owner != seen:
-                # A holder is dead whose word has not changed for a lease by this machine's clock.
+                # A holder whose word has not changed for a lease, by this machine's clock, is dead.
                 seen, since = owner, time.monotonic()
                 if not _is_gone(owner):
                     say(claimed(self.url, name, self._lease))
