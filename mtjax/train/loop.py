@@ -182,7 +182,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
             progress.say(nothing_to_do(objective, prepared, environment))
             return True
         prepared.record_and_report(progress.say, checkpoints, local)
-        # Only now: if the checkpoint is refused, the run's folder must stay as it was.
+        # Opened after the checkpoint is accepted: if it is refused, the run's folder must stay as it was.
         logs = open_logs(config, environment, data, this_start, start.step, progress.say)
         if logs[0] is not None:
             stack.callback(logs[0].close)

@@ -193,7 +193,7 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
         result = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
         if options.adam_nu_dtype == "bfloat16":
             # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
-            # By seed and step, so that a resumed run rounds as an uninterrupted one.
+            # The key is that of seed and step, so that a resumed run rounds as an uninterrupted one.
             key = jax.random.fold_in(jax.random.key(config.training.seed), count)
             leaves = [
                 round_stochastically(v, jax.random.fold_in(key, number), record, rows_of(order_of(record.name, orders)))
@@ -235,7 +235,7 @@ def schedule_free(
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, ScheduleFreeState]:
         rate = jnp.asarray(learning_rate(state.count), jnp.float32)
         inner: Any = base.init(params)
-        # Of optax's state only the averages and the counter are kept between steps.
+        # Between steps, only the averages and the counter of optax's state are kept.
         inner = (inner[0]._replace(count=state.count, nu=state.nu), *inner[1:])
         moved: Any = base.update(updates, inner, training_point(options, params, state))
         steps, after = moved

@@ -139,7 +139,7 @@ def delta_step(
     """Runs the recurrence for one token of each sequence, in float32; arguments and results as of `delta_scan`."""
     query, key, value, decay, beta = (v[:, 0].astype(jnp.float32) for v in inputs[:5])
     state = jnp.exp(decay)[..., None, None] * state
-    # Of the decayed state: the token replaces part of what is left at its key, not of what was there before.
+    # Read from the decayed state: the token replaces part of what is left at its key, not of what was there before.
     held = jnp.einsum("buhpn,bun->buhp", state, key, precision=HIGHEST)
     written = (value - held) * beta[..., None]
     state = state + written[..., None] * key[:, :, None, None]
@@ -227,7 +227,7 @@ def inverse_of_unit_lower(system: Float[Array, "*batch q k"]) -> Float[Array, "*
     inverse = jnp.eye(size, dtype=system.dtype) - _below(system, index, 1)
     half = 2
     while half < size:
-        # Of [[A, 0], [C, B]] the inverse is [[A^-1, 0], [-B^-1 C A^-1, B^-1]]; the other blocks of the products are 0.
+        # [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]; the other blocks of the products are 0.
         below = _product(_product(inverse, _below(system, index, half)), inverse)
         inverse, half = inverse - below, 2 * half
     return inverse

@@ -118,7 +118,7 @@ class RecurrentMixer(nnx.Module):
         self, mixed: Float[Array, "b s u channels"], before: Array | None, segments: Array | None
     ) -> Float[Array, "b s u channels"]:
         """Computes the convolution of the value and of the shared vectors; see `causal_convolution`."""
-        # Of the group that this rank computes, where ranks share one. Channels are in the order of `split`.
+        # Where ranks share a group, those of the one that this rank computes. Channels are in the order of `split`.
         shared = heads_in_use(getattr(self, self.shared_taps)[...], "groups")
         weights = jnp.concatenate([merged(self.by_groups(self.conv[...], 1), 2), shared[:, 0], shared[:, 1]], -1)
         return causal_convolution(mixed, weights, self.convolution_bias(), before, segments)
@@ -130,7 +130,7 @@ class RecurrentMixer(nnx.Module):
 
         pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
         mixed = pieces.split(mixed)
-        # Of the pieces in the order of the sample: the piece before may be another rank's.
+        # The piece before in the sample, which may be another rank's.
         before = pieces.before(mixed[:, -taps:])
         if context.segment_ids is None:
             return ConvolvedPieces(pieces, self.convolve(mixed, before, None), None, None, None)

@@ -83,7 +83,7 @@ class RemoteFolder:
             self.upload()
         except UserError as e:
             raise UserError(f"{e}; what was not copied is in {self.work}") from e
-        # Only its own lock: another start may have taken it over.
+        # Removes only its own lock: another start may have taken it over.
         if self._owner().get("token") == self._token:
             fs = filesystem(self.url)
             attempt(f"removing {self._lock}", lambda: fs.rm_file(self._lock))
@@ -122,7 +122,7 @@ class RemoteFolder:
             if owner.get("token") == self._token:  # the earlier request succeeded, but its response was lost
                 return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
-            # The same start wrote another beat: it is alive.
+            # The holder wrote another beat since: it is alive.
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise in_use(self.url, name)
             if owner != seen:
