@@ -205,7 +205,7 @@ class Roofline:
         if product.own:
             return machine.own_attention(*product.own)
         if product.is_flash:
-            return machine.flash(product.flops / 2)  # the causal half is all it computes
+            return machine.flash(product.flops / (2 if product.is_causal else 1))
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:

@@ -122,6 +122,7 @@ LOSS_WEIGHTS = "loss_weights"
 """Weights of a batch's losses, with which a decoder sums them at once."""
 
 
+# A tree of arrays, which is all that one pipeline stage sends to the next.
 class HiddenStates(NamedTuple):
     """The activations between two layers, and between two sections."""
 
@@ -139,6 +140,8 @@ class RunsLayers(Protocol):
         ...
 
 
+# Functions instead of arrays: stages other than the first do not embed, and each computes the context itself, as only
+# hidden states are sent.
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 

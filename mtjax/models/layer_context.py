@@ -23,6 +23,8 @@ PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
 """Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the number of text tokens per sample, [batch]."""
 
 
+# One type for all kinds of layers, so that a stack passes it on without knowing which mixer reads what. Fields that are
+# None add nothing to the program.
 @dataclass(frozen=True)
 class LayerContext:
     """Inputs of every layer other than the hidden states; all of them are optional."""
@@ -67,6 +69,7 @@ State = Any
 """Arrays that a mixer reads and returns besides hidden states, such as a KV cache; None if none, as in training."""
 
 
+# A protocol, not a base class: attributes and parameters of a mixer are its own, and so are their names in checkpoints.
 class Mixer(Protocol):
     """A sublayer. Its name in `MIXERS` is the name of its parameters, NAME, and of its norm's, NAME_norm."""
 

@@ -41,6 +41,7 @@ class GradReduction:
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
 
+# A tree node in the place of a parameter: scans, `vmap` and the model's merge see its arrays, and know nothing of it.
 class WrappedParam:
     """A parameter with communication where it is used."""
 
@@ -143,6 +144,7 @@ class ShardedParam(WrappedParam):
 
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
+        # `shard` stays what the loss is differentiated by: the gradient of `full` is reduced to its shape.
         return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
