@@ -125,7 +125,7 @@ class Streamed:
     ) -> tuple[Array, Array, Array]:
         """Returns the parameter and its moments after the step; `rows` are the numbers of the layers that it stacks, if
         these are some of a stack's."""
-        # For a single parameter: without clipping no update depends on another parameter.
+        # An optimizer of this parameter alone: without clipping no update depends on another parameter.
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
         master = p.astype(jnp.float32)
