@@ -139,7 +139,13 @@ def real_disk(tmp_path: Path) -> Iterator[Callable[[], Path]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [["mount", "-o", "remount,abort"], ["umount", "-l"]], ids=["read-only", "gone"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(["mount", "-o", "remount,abort"], id="read-only"),
+        pytest.param(["umount", "-l"], id="gone", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
     fault: list[str], launcher: Launcher, real_disk: Callable[[], Path]
 ) -> None:
