@@ -14,6 +14,7 @@ from mtjax.errors import UserError
 from mtjax.train.folder.log_files import Events, Lines
 from tests.end_to_end.runs import Launcher, ended, finish, look, wait_for_checkpoint
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 STEPS = ("--steps", "6", "--checkpoint-every", "2")
 
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")

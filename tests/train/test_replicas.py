@@ -98,6 +98,7 @@ def faulty(program: TrainStep) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("bare_end")
 def test_a_run_ends_before_it_saves_what_is_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher.prepare(tmp_path)
     words = ["--checkpoint-every", "1", "--keep-last", "9", "--steps", "4"]
