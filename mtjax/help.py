@@ -67,11 +67,6 @@ class ConfigDefaults:
         return option.group in self.without and self.without[option.group][option.field] != option.default
 
 
-def dataclass_of(hint: Any) -> type:
-    """Returns the dataclass in a type that tyro reads, without tyro's annotations."""
-    return _plain(hint)[0]
-
-
 def options_of(cls: Any, values: Any = None, group: str = "") -> Iterator[Option]:
     """Yields the options of a dataclass in order; fields that are dataclasses themselves are groups.
 
@@ -80,7 +75,7 @@ def options_of(cls: Any, values: Any = None, group: str = "") -> Iterator[Option
       values: an instance that has the defaults; those of the class when None.
       group: name of the group.
     """
-    cls = dataclass_of(cls)
+    cls, _ = _plain(cls)
     texts, hints = _docstrings(cls), get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         kind, marks = _plain(hints[field.name])

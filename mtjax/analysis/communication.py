@@ -207,6 +207,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
         "hidden": model.hidden_size,
+        # Forward, backward, and for groups of layers, whose recompute comes before the first backward pass of the
+        # group, once more.
         "parameter_gathers": 3 if plan.grouped_layers(model.num_layers) else 2,
         "parameters": held.all,
         "unsplit_parameters": held.replicated,

@@ -234,6 +234,7 @@ def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[[Symbols], int]]:
     except SyntaxError as e:
         raise UserError(f"{formula!r} is not a formula: {e.msg}") from e
     names: dict[str, None] = {}
+    # A function, and no eval: contract files are input, and formulas are evaluated thousands of times in a search.
     function = _function(tree, formula, names)
     return tuple(names), function
 

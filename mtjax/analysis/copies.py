@@ -1,33 +1,13 @@
 """Copies in loops over layers: memory traffic of a compiled scan in addition to that of the model's kernels.
 
 Each factor was read off programs compiled for H100 and H200 (`mtjax inspect`, "memory-bound, by cause"), and none is
-fitted. A copy reads and writes every byte, and so counts 2. c are the bytes of the compute dtype; parameters and
-accumulated gradients have 4, matrices of master weights in bfloat16 2 where 4 is read of a parameter below.
+fitted. A copy reads and writes every byte, and so counts 2; it takes at least a kernel launch, which is the time of
+vectors. c are the bytes of the compute dtype; parameters and accumulated gradients have 4, matrices of master weights
+in bfloat16 2.
 
-- Saved activations of a layer are copied into the scan's stack (2) and out of it (2), which is first filled with zeros
-  (1): five times their size. Without full recompute pipeline stages also copy them into a slot and out of it (4). A
-  loop of one layer, as in a stage's chunk of one, needs no stack.
-- Matrices are cast when they are read from their stack, in the forward and in the backward pass: 4 + c bytes per
-  element each time, and a third time where a stage recomputes its chunk. With one microbatch the backward pass copies
-  them in float32 (8), and its matmuls cast their operands. Copies that ZeRO-1 and 2 gathered are cast already: 2c each
-  time.
-- Gradients with several microbatches: a layer's accumulated gradient is copied out (8), then read with the new
-  gradient and written (8 plus the gradient's bytes). With one microbatch they are copied into zeros (8 and 4).
-- Gradients that are reduce-scattered in the backward pass are first converted to float32 (4 + c). Those that are
-  all-reduced are computed in float32, joined to one array of a layer (8) and sliced out of it (8).
-- Once a step: zeros for accumulated gradients (4); ZeRO-1's accumulated gradients copied out and laid out for the
-  reduce-scatter (16); of parameters that ZeRO-1 and 2 gather, a rank's shard is cast (4 + c), and the full parameter
-  written into stacks (2c) that are first filled with zeros (c).
-- Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step. With
-  ZeRO-3 these are a rank's shards, and products compute gradients in float32, so that nothing is converted.
-- Small kernels of a loop's body take a launch each: counters, vectors read from their stacks, the last sums of vectors'
-  gradients, statistics of norms, and dropout's keys. A loop of one layer has no counters.
-
-With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
-at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
-(`mtjax.analysis.expert_blocks`), stage-boundary activations, transposes of gathered parameters, and vectors that are
-only read from their stack, mostly inside another kernel. Full recompute in groups is counted as that of single layers,
-as in all formulas of time.
+Not counted: parameters outside the layers, experts' blocks (`mtjax.analysis.expert_blocks`), stage-boundary
+activations, transposes of gathered parameters, and vectors that are only read from their stack, mostly inside another
+kernel. Full recompute in groups is counted as that of single layers, as in all formulas of time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,6 +92,7 @@ def copies_in_turn(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
     found = list(_sent(parameters, plan))
     if not plan.unrolled:
         found += [*_saved(stack, plan), *_casts(parameters, plan), *_sums(parameters, plan)]
+        # A copy of nothing takes a launch.
         found.append(Copy(LAUNCHES, 0, _launches(stack, parameters, plan)))
     return found
 
@@ -131,17 +112,20 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
     layers = layers_in_chunk(stack, plan)
     in_slots = plan.is_staged and plan.recompute != "full"
     for size in saved_per_loop(stack, plan).values():
+        # XLA: a scan writes what a layer saves into a stack, whose memory it fills with zeros first, and slices it out
+        # for the backward pass. A loop of one layer, as in a stage's chunk of one, is none and needs no stack.
         if size and layers > 1:
-            # Written once and read once, each a read and a write.
             yield Copy(SAVED, 2 * size / layers, 2)
-            # One fill for the stack of all layers.
             yield Copy(ZEROS, size, 1 / layers)
+        # Stages save a chunk until its backward half: into a slot of its microbatch, and out of it.
         if size and in_slots:
             yield Copy(SAVED, 2 * size, 2 / layers)
 
 
 def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int:
     """Returns the kernels of a layer that take no longer than a launch, besides those that copy."""
+    # Counters of loops, vectors read from their stacks, the last sums of vectors' gradients, statistics of norms, and
+    # dropout's keys.
     norms = [weight.name for part in stack.parts for weight in part.weights if "norm." in weight.name]
     matrices = sum(parameter.is_matrix for parameter in parameters)
     vectors, keys = len(parameters) - matrices, 2 if plan.dropout else 0
@@ -157,18 +141,20 @@ def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int
 
 def _casts(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
     """Yields the casts of matrices when they are read from their stacks."""
+    # Forward and backward, and once more where a stage recomputes its chunk.
     passes = 3 if plan.recompute == "full" and plan.is_staged else 2
     for parameter in parameters:
         if not parameter.is_matrix:
             continue
         each = parameter.bytes_of(plan) + plan.element_bytes
-        if _is_gathered_once(parameter, plan):
+        if _is_gathered_once(parameter, plan):  # cast already
             yield Copy(CASTS, 2 * plan.element_bytes * parameter.elements, passes)
         elif plan.zero == 3 and parameter.is_sharded:
             yield Copy(CASTS, each * parameter.shard, passes)
         elif _accumulates(plan):
             yield Copy(CASTS, each * parameter.elements, passes)
         else:
+            # XLA: with one microbatch the backward pass copies matrices as they are, and its matmuls cast them.
             yield Copy(CASTS, each * parameter.elements)
             yield Copy(CASTS, 2 * parameter.bytes_of(plan) * parameter.elements)
 
@@ -185,8 +171,10 @@ def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
             if plan.is_staged:
                 # XLA: the loop over ticks copies the accumulated gradients of a layer before it adds to them.
                 yield Copy(SUMS, 2 * FLOAT32 * size)
+            # The sum is read with the new gradient, and written.
             yield Copy(SUMS, (2 * FLOAT32 + new) * size)
         else:
+            # The first and only gradients are copied into zeros.
             yield Copy(SUMS, 2 * FLOAT32 * size)
 
 
@@ -219,6 +207,7 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
         yield Copy(CASTS, (parameter.bytes_of(plan) + plan.element_bytes) * cast * layers)
     if not parameter.is_trainable:
         return
+    # Sums of gradients begin as zeros; unrolled layers have none, and write each layer's gradient into a stack.
     accumulated = layers * _accumulated(parameter, plan)
     yield Copy(SUMS, 2 * FLOAT32 * accumulated) if plan.unrolled else Copy(ZEROS, FLOAT32 * accumulated)
     if plan.zero == 1 and parameter.is_sharded and not plan.reduces_in_backward:
@@ -229,6 +218,8 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
 def _gathered(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
     """Yields the copies of a parameter that is all-gathered once a step: a matrix per layer, a vector of all layers."""
     c = plan.element_bytes
+    # A rank's shard is cast before it is sent; what arrives is written into the stack of all layers, which the loop
+    # fills with zeros first.
     if not parameter.is_matrix:
         yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements * layers)
         return

@@ -37,15 +37,10 @@ def active_parameters(anatomy: Anatomy) -> int:
     return round(sum(weight.size * active_share(anatomy.model, weight) for weight in anatomy.weights))
 
 
-def active_share(model: Model, weight: Weight, tokens: int = 1) -> float:
-    """Returns the expected share of a parameter that `tokens` tokens use, if all choices of experts are equally likely.
-
-    Below 1 in experts' parameters only.
-    """
-    if EXPERT_NAME not in weight.names:
-        return 1.0
-    # The chance that at least one of the tokens chose the expert.
-    return 1 - (1 - model.experts_top_k / model.num_experts) ** tokens
+def active_share(model: Model, weight: Weight) -> float:
+    """Returns the share of a parameter that a token uses, if all choices of experts are equally likely: below 1 in
+    experts' parameters only."""
+    return model.experts_top_k / model.num_experts if EXPERT_NAME in weight.names else 1.0
 
 
 def megatron_parameters(anatomy: Anatomy) -> int:

@@ -25,6 +25,7 @@ THRESHOLD_BITS = 32
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """Returns the contract of a decode step with all features of sampling: top-k, top-p and log-probabilities."""
     sizes = {_reduced(stack) for stack in anatomy.decoder_stacks}
+    # Where layers differ the sum is a symbol of its own.
     sublayers = f"{sizes.pop()}*layers" if len(sizes) == 1 else "sublayers"
     stream, model = "sequences*hidden", anatomy.model
     rows = stream if embedding_width(model) == model.hidden_size else f"sequences*{TABLE_WIDTH}"

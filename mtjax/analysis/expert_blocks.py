@@ -1,18 +1,7 @@
 """What experts' products cost beyond their FLOPs: mtjax computes them in a loop over blocks of one expert's tokens.
 
-A block (`mtjax.models.kernels.grouped`) has R rows of tokens of width h, and an expert with an inner width of f on a
-rank. c are the bytes of the compute type, U and D the elements of its matrices into and out of the inner width. Kernels
-were read off programs compiled for H100, as those of `mtjax.analysis.copies`; none is fitted. Bytes of a block:
-
-- Where a rank has several experts, their matrices are sliced out of the stack, forward and backward: 2c (U + D) each.
-- Gradients are added to float32 sums: (8 + c) U, and 12 D; with one expert on a rank the product adds D's itself, 4 D.
-- Tokens are gathered and added up again: 16 h R forward and 20 h R backward.
-- The activation's backward pass, beyond what `mtjax.analysis.kernels` counts: 18 f R.
-- Kernels that take no longer than a launch: 7; with several experts 19, and a binary search for the block's expert of 4
-  in each step, forward and backward.
-
-Once for each layer and microbatch: tokens' sums are zeros, in float32, and cast, 20 h bytes for each token that a rank
-reads; and sums of matrices' gradients are zeros, 4 (U + D) for each of its experts.
+The kernels of a block (`mtjax.models.kernels.grouped`) were read off programs compiled for H100, as those of
+`mtjax.analysis.copies`; none is fitted.
 """
 
 import math
@@ -41,6 +30,7 @@ def expert_blocks(model: Model, plan: Plan) -> ExpertBlocks:
     """Returns the blocks of experts' products if all experts are chosen equally often."""
     ways, length = plan.mesh.expert, model.sequence_length
     capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
+    # A rank's experts get the tokens of all expert parallel ranks, and with equal loads each expert the same number.
     pairs = ways * tokens * model.experts_top_k
     each, places = pairs / model.num_experts, pairs
     if capacity is not None:
@@ -72,20 +62,29 @@ def block_copies(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
     blocks, c, here = expert_blocks(model, plan), plan.element_bytes, part.count // plan.mesh.expert
     # All ranks wait for the one with the most blocks.
     times, inner = plan.expert_imbalance * blocks.number, part.inner / plan.mesh.model
+    # Elements of an expert's matrices into and out of the inner width, and of the tokens that a rank reads.
     up, down = part.hidden * part.inputs * inner, inner * part.hidden
     read = plan.mesh.expert * plan.local_tokens(part.tokens) * part.hidden
     several, small = here > 1, 7
     found = []
     if several:
+        # Matrices of the block's expert are sliced out of the stack, forward and backward; a binary search, of 4
+        # kernels in each step, finds the expert.
         found += [Copy(BLOCKS, 2 * c * up, 2 * times), Copy(BLOCKS, 2 * c * down, 2 * times)]
         small = 19 + 2 * 4 * here.bit_length()
     return [
         *found,
+        # Gradients are added to sums in float32, 8 bytes; the product adds those of the second matrix of a single
+        # expert itself.
         Copy(BLOCKS, (8 + c) * up, times),
         Copy(BLOCKS, (12 if several else 4) * down, times),
+        # Tokens are gathered and added up again: 16 bytes an element forward and 20 backward.
         Copy(BLOCKS, 9 * part.hidden * blocks.rows, 4 * times),
+        # The activation's backward pass, beyond what `mtjax.analysis.kernels` counts.
         Copy(BLOCKS, 18 * inner * blocks.rows, times),
+        # Kernels that take no longer than a launch.
         Copy(BLOCKS, 0, small * times),
+        # Once for all blocks: sums of tokens are zeros in float32, and cast, and sums of gradients are zeros.
         Copy(BLOCKS, 5 * read, 4),
         Copy(BLOCKS, 4 * here * (up + down)),
     ]

@@ -39,17 +39,18 @@ def is_float8(product: Product, plan: Plan) -> bool:
 def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
     """Returns the bytes that kernels move around a matmul in 8 bits, beyond those of one in 16: all passes of a layer.
 
-    As XLA compiles them for H100 (jax 0.10.2). The weight is cast forward and again backward, where it is also
-    transposed; one that is quantized once a step is only transposed, forward and in the recompute. The gradient is read
-    for its largest value, and cast in both orders; the input is read for its own. Tensorwise scaling reads inputs and
-    weights before each cast, too. Rowwise scaling rounds each operand for each matmul that reads it, and multiplies the
-    results by scales.
+    As XLA compiles them for H100 (jax 0.10.2).
     """
     if not is_float8(product, plan):
         return 0.0
+    # The weight is cast forward and again backward, where it is also transposed. The gradient is read for its largest
+    # value, and cast in both orders; the input is read for its own. Tensorwise scaling reads inputs and weights before
+    # each cast, too. Rowwise scaling rounds each operand for each matmul that reads it, and multiplies results by
+    # scales.
     weight, inputs, outputs = {"delayed": (8, 2, 6), "tensorwise": (12, 8, 6), "rowwise": (19, 16, 18)}[plan.fp8]
     if plan.fp8 == "rowwise" and plan.fp8_digits > 1:  # results are written and read in float32
         weight, inputs, outputs = weight + 4, inputs + 4, outputs + 4
+    # Quantized once a step, it is only transposed, forward and in the recompute.
     weight = 4 if quantizes_once(plan.fp8, plan.fp8_ends, 0) else weight
     return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
@@ -77,6 +78,7 @@ def gathered_types(model: Model, plan: Plan) -> tuple[Dtype, Dtype]:
     in_16_bits = model.lora_rank or unfit_products(model, plan.mesh.model)
     if plan.fp8 != "delayed" or not plan.sequence_parallel or in_16_bits:
         return "compute", "compute"
+    # Only where all products of a sequence are in 8 bits: one in 16 would need the sequence gathered in 16.
     return "float8_e4m3fn", "float8_e5m2" if plan.fp8_format == "hybrid" else "float8_e4m3fn"
 
 

@@ -185,42 +185,40 @@ def outside_again(anatomy: Anatomy, plan: Plan) -> float:
     return of_rank - below - of_rank / 3
 
 
-def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
+def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full") -> float:
     """Returns the FLOPs per trained sample as published, recompute included: the numerator of HFU.
 
     Full: `96 s l h^2 (1 + s/(6h) + V/(16lh))` (arXiv 2104.04473, equation 3); selective: the attention core a fourth
     time (arXiv 2205.05198, section 5); none: `model_flops`.
     """
-    recomputed = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
-    layers = sum(stack.layers * recomputed(stack, causal=causal) for stack in anatomy.all_stacks)
-    return model_flops(anatomy, causal=causal) + layers
+    recomputed = {"none": lambda _: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
+    layers = sum(stack.layers * recomputed(stack) for stack in anatomy.all_stacks)
+    return model_flops(anatomy) + layers
 
 
-def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> float:
+def compiled_flops(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the FLOPs per trained sample in the program that XLA compiles for a plan.
 
     Like `hardware_flops`, but full recompute omits the last matmul of a pre-LN layer, whose result is not needed:
-    `s (88lh^2 + 16slh + 8hV)` in GPT-2; in a group of layers it is needed. With loss chunks logits are recomputed,
-    `8hV`, else saved, `6hV`. Key and value heads that are fewer than the tensor parallel degree are computed on every
-    rank. Flash attention's backward kernel recomputes the scores, and so do context parallel ranks, which compute c+1
-    of 2c blocks of the scores (`mtjax.sharding.context.ring_attention`). Experts' backward pass recomputes the first of
-    their matmuls, and full recompute omits both.
+    `s (88lh^2 + 16slh + 8hV)` in GPT-2; in a group of layers it is needed.
 
     With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the
-    embedding and the losses, which are computed once per microbatch. Muon's products are counted too.
+    embedding and the losses, which are computed once per microbatch.
     """
+    # Muon's products; AdamW has none.
     update = update_flops(anatomy, plan) / plan.global_batch_size
     if plan.is_staged:
-        return update + _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
+        return update + _staged_flops(computed_over(anatomy, plan.mesh), plan)
     anatomy = computed_over(anatomy, plan.mesh)
-    flops = update + model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan) + outside_again(anatomy, plan)
+    flops = update + model_flops(anatomy) + taught_flops(anatomy, plan) + outside_again(anatomy, plan)
+    # A chunk's logits are computed again for its backward pass, so that only one chunk's are in memory.
     if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:
         recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
         if isinstance(stack, Predictors):
             recomputed, grouped = recomputed_predictors(stack, plan), 0
-        full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+        full_core, core = core_flops(stack), _computed_core_flops(stack, plan)
         idle = stack.idle
         recomputed -= idle if recomputed else 0
         learning = stack.layers - idle
@@ -228,22 +226,24 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         passes = 3 * stack.layers - 2 * idle + recomputed
         # The core that is computed, in all passes, in place of the full one.
         flops -= passes * (full_core - core)
-        flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
-        flops += learning * core * plan.core_again  # attention's output is saved
+        flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan)
+        # Flash attention's backward kernel computes scores again, and so do context parallel ranks; the output is
+        # saved.
+        flops += learning * core * plan.core_again
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan) - stack.layers * frozen_again(anatomy, stack, plan)
         last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
-        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
+        flops += recomputed * layer_flops(stack) - (recomputed - grouped) * omitted
         unread = unread_gradients(anatomy, stack, plan, 1) / plan.microbatches
-        flops -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
+        flops -= unread * _unread_flops(anatomy, stack, plan)
         saving = learning - recomputed
         flops += recomputed * once_more_flops(stack, plan, saves_products=False)
         flops += saving * once_more_flops(stack, plan, saves_products=True)
     return flops
 
 
-def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
+def _staged_flops(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the FLOPs per sample with pipeline parallelism.
 
     Every tick runs a chunk of one section forward (with full recompute twice) and backward; ticks of the bubble run one
@@ -260,26 +260,26 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     # Idle halves compute too: their FLOPs are in the program, and so in what is compared with it.
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
     if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
-        full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
-        layer = 3 * (layer_flops(ahead, causal=causal) - full_core + core + routing_again(ahead, plan))
+        full_core, core = core_flops(ahead), _computed_core_flops(ahead, plan)
+        layer = 3 * (layer_flops(ahead) - full_core + core + routing_again(ahead, plan))
         total += m * ahead.layers * (layer + once_more_flops(ahead, plan, saves_products=True) + plan.core_again * core)
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
         for stack in section:
-            full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-            forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
+            full_core, core = core_flops(stack), _computed_core_flops(stack, plan)
+            forward = layer_flops(stack) - full_core + core + repeated_flops(stack, plan.mesh.model)
             forward += routing_again(stack, plan)
             # A chunk that is recomputed saves its products with weights for its backward pass.
             layer = (4 if is_full else 3) * forward + once_more_flops(stack, plan, saves_products=True)
             layer -= frozen_flops(anatomy, stack) + _gradients_less(stack) + frozen_again(anatomy, stack, plan)
             total += ticks * layers_in_chunk(stack, plan) * (layer + plan.core_again * core)
             unread = unread_gradients(anatomy, stack, plan, plan.chunks * len(anatomy.sections))
-            total -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
+            total -= unread * _unread_flops(anatomy, stack, plan)
     # `total` is of one stage, in all its ticks; all run the same program.
     return total * plan.stages / m
 
 
-def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -> float:
+def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the FLOPs of a layer's backward pass, for a sample, that nothing reads in the first layer above a frozen
     embedding (LoRA): input gradients, and everything up to the first component with adapters."""
     if anatomy.learns_below or not anatomy.model.lora_rank:
@@ -288,9 +288,9 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -
     for part in stack.parts:
         learns = any(is_trainable(anatomy.model, w.name) for w in (*part.weights, *part.shared_weights))
         if not learns and part.scores:
-            flops += (2 + plan.core_again) * _computed_core_flops(stack, plan, causal=causal)
+            flops += (2 + plan.core_again) * _computed_core_flops(stack, plan)
             if plan.recomputed_layers(stack.layers):
-                flops -= _deduplicated_score_flops(stack, plan, causal=causal)
+                flops -= _deduplicated_score_flops(stack, plan)
         for product in part.products(degree):
             whole = degree * product.flops
             if product.in_scan and not learns:
@@ -303,18 +303,19 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -
     return flops
 
 
-def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+def _computed_core_flops(stack: Stack, plan: Plan) -> float:
     """Returns `core_flops` of the blocks that are computed, of a causal model: with context parallelism c+1 of 2c,
     otherwise those of `computed_share`."""
-    full, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
-    if causal or not is_causal:
+    full, is_causal = core_flops(stack), all(p.scores.is_causal for p in stack.parts if p.scores)
+    if not is_causal:
         return full
+    # Of the blocks of two chunks per rank (`mtjax.sharding.context.ring_attention`).
     if plan.context_parallelism:
         return full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
-    return sum(computed_share(p.scores, plan) * p.scores.flops(causal=False) for p in stack.parts if p.scores)
+    return sum(computed_share(p.scores, plan) * p.scores.flops() for p in stack.parts if p.scores)
 
 
-def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+def _deduplicated_score_flops(stack: Stack, plan: Plan) -> float:
     """Returns the FLOPs of scores, for a sample, that XLA computes once for both the recompute and the backward pass.
 
     XLA: of attention in blocks, scores that no loop computes block by block (CSE): those of a rank's own keys, and in a
@@ -325,12 +326,12 @@ def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> floa
         return 0.0
     if not plan.context_parallelism:
         is_one = all(p.scores.queries <= block_queries(p.scores, plan) for p in stack.parts if p.scores)
-        return core_flops(stack, causal=causal) / 2 if is_one else 0.0
+        return core_flops(stack) / 2 if is_one else 0.0
     if stack.tokens > degree * QUERIES_AT_A_TIME:
         return 0.0
     if degree == 2:
-        return _computed_core_flops(stack, plan, causal=causal) / 2
-    return core_flops(stack, causal=causal) / degree / 2
+        return _computed_core_flops(stack, plan) / 2
+    return core_flops(stack) / degree / 2
 
 
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:

@@ -109,6 +109,8 @@ class Server:
           UserError: the last server would not be full.
         """
         each = min(self.gpus, count)
+        # Ranks are numbered through full servers: with a partly filled one, groups of neighbours would cross servers
+        # that formulas think are inside.
         if count % each:
             raise UserError(
                 f"{count} GPUs don't fill servers of {self.gpus}: choose a mesh that does, or another --target"
@@ -239,6 +241,7 @@ H200 = Gpu(
 B200 = Gpu(
     name="b200",
     description="NVIDIA B200",
+    # No float8: no sustained rate is known, and `Machine.float8_rate` says so rather than guess.
     peak=_peaks(bfloat16=2250, float16=2250, tensorfloat32=1100, float32=75),
     memory=191_514_411_008,
     bandwidth=7_672_320_000_000,

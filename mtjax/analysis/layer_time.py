@@ -57,6 +57,7 @@ def layer_seconds(
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    # A loop that keeps a gated MLP's product (`KEPT_GATE`).
     if plan.residuals == "jax" and plan.recompute != "full" and not plan.unrolled:
         gates = plan.local_tokens(1) * sum(t.gate for t in touched) / plan.mesh.model
         back += machine.passes(KEPT_GATE * plan.element_bytes * gates)
@@ -171,12 +172,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 
 def _in_blocks(scores: Scores, plan: Plan, machine: Machine) -> tuple[float, float]:
     """Seconds of scores, softmax and context in blocks of a few queries, forward and backward, as XLA compiles them for
-    H100 (jax 0.10.2): every kernel reads or writes scores, which takes longer than its FLOPs.
-
-    Forward, bytes per score: products write 4 and read c; the maximum, the sum and the probabilities read 4 each and
-    write c. Backward: two products write 4 each; both gradients are computed of these, 8 + 2c; three products read c
-    each. A block reads keys and values, of groups of heads, and adds to float32 sums of their gradients.
-    """
+    H100 (jax 0.10.2): every kernel reads or writes scores, which takes longer than its FLOPs."""
     c, rows = plan.element_bytes, scores.heads / plan.mesh.model * plan.microbatch_size
     queries = min(block_queries(scores, plan), scores.queries)
     blocks, pairs = scores.queries / queries, rows * scores.queries * scores.keys * computed_share(scores, plan)
@@ -185,7 +181,11 @@ def _in_blocks(scores: Scores, plan: Plan, machine: Machine) -> tuple[float, flo
     both, shared = width + values, groups / rows
     drawn = max(machine.drawn(pairs) - machine.passes(pairs), 0.0) if plan.has_attention_dropout else 0.0
     launches = blocks * machine.constants.launch
+    # Bytes per score: products write 4 and read c; the maximum, the sum and the probabilities read 4 each and write c.
+    # A block reads keys and values, of groups of heads.
     forward = pairs * (16 + 2 * c + c * both * shared / queries)
+    # Two products write 4 each; both gradients are computed of these, 8 + 2c; three products read c each. A block adds
+    # to float32 sums of the gradients of keys and values.
     backward = pairs * (16 + 5 * c + (c * (both + width) + 8 * both) * shared / queries)
     # The sums of gradients begin with zeros that are copied, and are cast; spans have their own.
     spans = spans_of(scores.queries, queries) if scores.is_causal else 1

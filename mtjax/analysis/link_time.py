@@ -121,11 +121,6 @@ def exposed_ahead(
 ) -> float:
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
-    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
-    pass of a step's only microbatch; before the first of several nothing hides them. Nor does anything hide ZeRO-3's
-    gathers before the first layer, and sums after its backward pass: of what is outside the layers. What sharding
-    groups send each other comes after the last layer's backward pass, and so does the optimizer's update.
-
     Args:
       anatomy: of the model.
       plan: of layers whose parameters and gradients travel while others compute.
@@ -137,6 +132,7 @@ def exposed_ahead(
     for entry in transfers(anatomy, plan):
         if axis_of(entry) == DATA:
             seconds = transfer_time(entry, anatomy, plan, machine)
+            # What sharding groups send each other comes after the last layer's backward pass, as does the update.
             if entry.phase == OPTIMIZER or (entry.axis == DATA and plan.mesh.has_sharding_groups):
                 last += seconds
             else:
@@ -146,12 +142,13 @@ def exposed_ahead(
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again, upfront = sent[PARAMETERS], 0.0, 0.0
     if plan.zero == 3:
+        # Nothing hides gathers before the first layer, nor sums after its backward pass: of what is outside the layers.
         share = _outside(anatomy, plan)
         last += share * sent[GRADIENTS] + share / (2 - share) * gathers
         sent[GRADIENTS] *= 1 - share
         # ZeRO-3 gathers layers twice and what is outside once: shares 2 (1 - share) and share of the time.
         gathers = again = gathers * (1 - share) / (2 - share)
-    elif plan.microbatches > 1:
+    elif plan.microbatches > 1:  # ZeRO-1 and 2 gather all before the first one
         gathers, upfront = 0.0, gathers
     if by_letter:
         each = plan.microbatches * _latency(groups, plan, machine)

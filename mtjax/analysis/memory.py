@@ -102,8 +102,10 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The peak. Logits are free when the layers' backward pass begins, activations when gradients are reduced, and
-        there are no gradients during the teacher's forward pass."""
+        """The peak."""
+        # The moments that may be it: the loss, with parameters prefetched and the layers' gradients not there yet; a
+        # layer's backward pass, without logits; the reduction after the layers, without activations; and the teacher's
+        # forward pass, without gradients.
         working = self.working - min(self.later, self.reused)
         inside = self.kept + max(working, self.logits + self.ahead - self.later) - self.last
         most = self.gradients + max(inside, self.finishing)
@@ -140,6 +142,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         + float8_weight_bytes(anatomy, plan)
     ):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
+    # Experts and all else are sharded over different numbers of ranks.
     states = shared_states(anatomy, plan, counts.shared, trainable.shared)
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
@@ -151,6 +154,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if anatomy.predictors is not None:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
     outside = g * _accumulated_outside(plan, trainable) + block_gradients(anatomy, plan)
+    # Gradients of unrolled layers come one by one and are joined to stacks: the largest is there twice for a moment.
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     scales, found = float8_state_bytes(anatomy, plan)
     # With several microbatches the accumulated gradients are there from the beginning.
@@ -351,21 +355,18 @@ def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
 
 
 def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
-    """Returns the peak bytes of a layer's backward pass in JAX: in attention's, or in the MLP's, which comes before.
-
-    A loop over layers copies a layer's saved activations out of their stacks, or recomputes them: query, key, value and
-    attention's output, probabilities with their mask, the inputs of norms and, with full recompute, their outputs.
-    Unrolled layers read them in place, and so does a single layer, as XLA removes a loop of one iteration.
-    During the MLP's backward pass the dropped-out probabilities are alive in the compute dtype, during attention's the
-    MLP's pending arrays. Outside the loop are the embeddings with their mask, the last layer's output and its gradient.
-    """
+    """Returns the peak bytes of a layer's backward pass in JAX: in attention's, or in the MLP's, which comes before."""
     c = plan.element_bytes
+    # XLA: a loop over layers copies a layer's saved activations out of their stacks, or recomputes them; with full
+    # recompute also the outputs of norms. Unrolled layers read them in place, and so does a single layer, as it removes
+    # a loop of one iteration.
     in_place = _read_in_place(stack, plan)
     copied = sum(kinds.get(name, 0) for name in COPIED if name not in in_place)
     copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
     copied += kinds.get(STATISTICS, 0) if plan.packs_documents and STATISTICS not in in_place else 0
     copied = 0 if plan.unrolled else copied
-    # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
+    # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop, which
+    # are the embeddings with their mask, the last layer's output and its gradient.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = stream_element * plan.microbatch_size * _stream_elements(stack, plan)
     return copied + stream + parts_peak(stack, plan)

@@ -114,9 +114,9 @@ def exposed_host_bytes(anatomy: Anatomy, plan: Plan) -> float:
     return arrays * FLOAT32 * elements + _master_bytes(anatomy, plan)
 
 
-def _master_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+def _master_bytes(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of a device's master weights in the host's memory."""
-    return FLOAT32 * sum(math.prod(shard.sizes) for shard in _offloaded(anatomy, plan, stage))
+    return FLOAT32 * sum(math.prod(shard.sizes) for shard in _offloaded(anatomy, plan))
 
 
 def weight_copies(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
@@ -126,7 +126,7 @@ def weight_copies(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
     return sum(sizes[gathers_in_compute_dtype(shard.weight.names)] * math.prod(shard.sizes) for shard in shards)
 
 
-def _offloaded(anatomy: Anatomy, plan: Plan, stage: int) -> tuple[Shard, ...]:
+def _offloaded(anatomy: Anatomy, plan: Plan, stage: int = 0) -> tuple[Shard, ...]:
     return _shards_of(anatomy, plan, stage) if plan.offloads_parameters else ()
 
 

@@ -79,6 +79,7 @@ def _gathers_for_each_use(
         if skips_first:
             lines.append(line(f"parameter_gathers*{times}", first, f"{why}: the first layer's", hoisted=True))
     turns, ends = ("ticks", "embedding_ticks") if staged else ("microbatches", "microbatches")
+    # On stages embedding and losses are branches of their own, which gather a common table each.
     outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
     vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
     return [

@@ -22,6 +22,7 @@ def prediction_lines(anatomy: Anatomy, ends: ResidualStream, *, drops_last: bool
     """
     if (stack := anatomy.predictors) is None:
         return []
+    # With the head: once per microbatch, and in no stack, so that stages and recompute of chunks do not matter.
     stream, lines = replace(ends, side=stack.side, forward_turns=ends.turns, unstacked=True), []
     for part in stack.parts:
         lines += part.collectives(replace(stream, needed_again=part not in stack.unread or not drops_last))

@@ -52,6 +52,8 @@ def parts_peak(stack: Stack, plan: Plan, peak_of: Callable[[Part, Plan], float] 
     for part in reversed(stack.parts):
         # What waits for the backward passes of the components before; that of this one has begun.
         before -= part.waiting_bytes(plan)
+        # During the MLP's backward pass dropped-out probabilities are alive in the compute dtype, during attention's
+        # what the MLP's weight gradients still read.
         peaks.append(peak_of(part, plan) + before + (pending if part.scores else scores))
         pending = max(pending, part.pending_bytes(plan))
     return max(peaks)

@@ -69,6 +69,7 @@ def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
     if not layout.zero:
         return held.all
     experts, others = held.experts - held.replicated_experts, held.shared
+    # A rank sends its own part only, over the stages.
     shards = experts // plan.expert_zero_degree + (others.all - others.replicated) // plan.zero_degree
     return held.replicated + shards
 

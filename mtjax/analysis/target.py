@@ -74,6 +74,7 @@ def _replaced(what: Any, values: dict[str, Any], where: str) -> Any:
         if isinstance(what, Gpu) and name == "peak":
             if not isinstance(value, dict) or not all(_positive(v) for v in value.values()):
                 raise UserError(f"{where}: peak is a table of FLOP/s by type, such as peak = {{ bfloat16 = 989e12 }}")
+            # Types that the file leaves out keep the known GPU's peak.
             value = {**old, **{k: float(v) for k, v in value.items()}}
         elif isinstance(old, str):
             if not isinstance(value, str):

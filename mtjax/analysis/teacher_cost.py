@@ -85,24 +85,22 @@ def output_bytes(anatomy: Anatomy, plan: Plan) -> float:
 
 
 def forward_bytes(plan: Plan) -> float:
-    """Returns the bytes on a GPU of the teacher's forward pass, without its weights and outputs.
-
-    The hidden states of all microbatches are held for the last norm, with pipeline parallelism twice and in float32.
-    The current layer has its input, its output and its norm's input, the activations of its larger sublayer, and with
-    ZeRO-3 its gathered weights and those prefetched for the next.
-    """
+    """Returns the bytes on a GPU of the teacher's forward pass, without its weights and outputs."""
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
     (stack, *_), p = teacher.anatomy.stacks, teacher.plan
     shards = p.mesh.model if p.sequence_parallel else 1
     tokens = p.global_batch_size / p.data_degree * stack.tokens / p.mesh.context
+    # All microbatches', held for the last norm; stages have them twice and in float32.
     hidden_states = tokens * stack.hidden / shards * (8 if p.is_staged else p.element_bytes)
+    # A layer's input, its output and its norm's input, and the activations of its larger sublayer.
     workspace = 3 * p.element_bytes * p.local_tokens(stack.tokens) * stack.hidden
     workspace += max(sum(part.saved_bytes(p).values()) for part in stack.parts)
     gathered = 0.0
     if p.zero == 3:
         layer = [weight for part in stack.parts for weight in part.weights]
+        # The layer's, and those prefetched for the next.
         gathered = 2 * sum(_bytes(teacher.anatomy, weight, replace(p, zero=0)) for weight in layer)
     return hidden_states + workspace + gathered
 

@@ -166,10 +166,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     """Returns the seconds of a step of a pipeline, whose stages run a timetable in lockstep, idle or not.
 
     A tick takes as long as the slowest stage's chunk, and the bubble is the time of all ticks beyond the useful work,
-    that of a stage on average. Slots that a stage skips take no time, but what layers in them would send counts.
-    The losses are computed in the ticks in which the last stage runs its last chunk. With full recompute it skips that
-    chunk's forward half, in the same tick except in GPipe: the losses add what they take beyond it. With context
-    parallelism it skips nothing.
+    that of a stage on average.
     """
     sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
@@ -187,11 +184,14 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     last = anatomy.sections[-1]
     forward = [(layer_forward_seconds(stack, alike, machine, software),) for stack in last]
     ahead = _longest(last, plan, forward)
+    # The losses are computed in the ticks in which the last stage runs its last chunk. With full recompute it skips
+    # that chunk's forward half, in the same tick except in GPipe, and the losses add what they take beyond it.
     skipped = (
         sum(_added(layers_of_chunks(last, plan)[-1], forward))
         if plan.recompute == "full" and plan.pipeline_schedule != "gpipe" and not plan.context_parallelism
         else 0.0
     )
+    # Slots that a stage skips take no time, but what layers in them would send counts.
     spent = spent_on_stages(anatomy, plan, machine)
     # Share of ticks with work: what layers send in the others is part of the bubble.
     counts = m * plan.chunks * sections / ticks

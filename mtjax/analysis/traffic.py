@@ -108,6 +108,7 @@ def teacher_transfers(plan: Plan) -> list[Transfer]:
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:
     """Returns bytes per element of a line: gradients and gathered parameters as the plan's precision sends them."""
+    # Whatever type a line has for the check: Megatron's runs reduce in other types than ours.
     if line.axis != STAGE and line.phase == GRADIENTS:
         return plan.precision.reduced
     if line.dtype.startswith("float8"):

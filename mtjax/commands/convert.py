@@ -231,6 +231,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     idle |= set() if from_kind in ("megatron", "torchtitan") else {"config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
     idle |= set() if to_kind == "hf" else {"max_shard_gb", *QUANTIZATION}
+    # Only between these two is an optimizer's state converted.
     idle |= set() if {from_kind, to_kind} == {"mtjax", "megatron"} else {"with_optimizer"}
     idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
     for field in dataclasses.fields(Options):

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mtjax.finetune.answers import report
             from mtjax.finetune.predictions import mean, predict
 
+        # Before the models are loaded.
         check_out(options.out)
         check_out(options.official, "--official")
         settings = {"mesh": options.mesh, "rows": options.rows, "dtype": options.compute_dtype}

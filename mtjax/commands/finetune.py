@@ -119,6 +119,7 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
         return start
     config = start if argument(words, "--config") else replace(Config(), **DEFAULTS)
     init_from = argument(words, "--init-from")
+    # Help is shown without opening the weights.
     if init_from is None or {*HELP, HELP_ALL} & set(words):
         return config
     from mtjax.convert.saved_model import model_of

@@ -83,6 +83,7 @@ def check_beams(options: Options) -> None:
         "--state-snapshots": options.state_snapshots is not None,
         "--show-logprobs": options.show_logprobs,
         "--logprobs": options.logprobs,
+        # All sampling parameters but the length, which beams have too.
         "sampling parameters such as --temperature": replace(options.sampling, max_tokens=Sampling().max_tokens)
         != Sampling(),
     }

@@ -87,6 +87,7 @@ def run(config: Config, options: Options) -> None:
     Raises:
       UserError: options, embeddings, embedder or data can't be used, or the output exists.
     """
+    # A run's own setting names the files that it will read.
     output = options.output or (Path(config.data.neighbours) if config.data.neighbours else None)
     if output is None:
         raise UserError("--output is missing: the prefix of the files to write")
@@ -117,6 +118,7 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     check_together([asked, *found])
     by_content: dict[str, Embeddings] = {}
     for each in found:
+        # Files are told apart by their text, not by their names: a copy of a corpus would be its own nearest neighbour.
         if (first := by_content.setdefault(each.header.content, each)) is not each:
             raise UserError(
                 f"--embeddings {first.path} and {each.path} are of the same text, and each chunk would find itself in "

@@ -77,6 +77,7 @@ def run(options: Options) -> None:
     """
     check(options)
     rows = _rows(options)
+    # float64, in which a score that is read is compared as it was written.
     scores = np.array(_scores(options, rows), np.float64)
     kept = selected(scores, options)
     # Rows were checked to exist, so the range in the message is never empty.
@@ -118,6 +119,7 @@ def check(options: Options) -> None:
 
 def selected(scores: np.ndarray, options: Options) -> np.ndarray:
     """Returns the indices of the rows to keep, in order."""
+    # Neither is 0: `check` has refused it.
     share = options.lowest or options.highest
     if share is None:
         is_kept = np.ones(len(scores), bool)

@@ -37,6 +37,7 @@ def adapters_of(model: Model, target: str) -> LoraConfig | None:
     """Returns the settings of the adapters in `attention`, `mlp`, `mamba` or `delta`; None where it has none."""
     if not model.lora_rank or not adapts(model, target):
         return None
+    # The scale of the paper: a change of the rank then needs no other learning rate.
     return LoraConfig(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)
 
 

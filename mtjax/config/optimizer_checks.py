@@ -15,6 +15,7 @@ def check_optimizer(config: Config) -> None:
       UserError: it can not, or does not.
     """
     options, defaults = config.optimizer, Optimizer()
+    # A setting that nothing reads is an error, so that no run is thought to have used it.
     for name, owner in MOMENTUM.items():
         value = getattr(options, name)
         if value != getattr(defaults, name) and options.optimizer != owner:

@@ -14,7 +14,8 @@ def quoted(path: str) -> str:
 
 
 def with_joined_data(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns a command line with each of these options once, and `--data A B` for each that was there several times.
+    """Returns a command line with each of these options once, and `--data A B` for each that was there several times;
+    a single value stays as it was typed, as it may be a blend.
 
     After `None`, which removes what a config has, an option begins anew.
     """
@@ -35,7 +36,6 @@ def with_joined_data(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if "None" in (value, *values):
             values.clear()
         values.append(value)
-    # A single value stays as it was typed: it may be a blend in itself.
     joined = {name: values[0] if len(values) == 1 else " ".join(map(_word, values)) for name, values in found.items()}
     notes = [f"{name} {joined[name]}" for name, values in found.items() if len(values) > 1]
     return [*rest, *(word for pair in joined.items() for word in pair)], notes

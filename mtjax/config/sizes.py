@@ -118,6 +118,7 @@ def layer_parallel(model: Model, kind: str) -> str:
 def joins_outputs(model: Model) -> bool:
     """Returns whether the outputs of a parallel layer's attention and MLP are one sum, which tensor parallel ranks
     reduce once: nothing, such as an adapter, is between their products and the sum."""
+    # Each output has a factor of its own before the sum.
     scales = (model.attention_output_scale, model.mlp_output_scale)
     return model.parallel_residual != "no" and not model.lora_rank and scales == (1.0, 1.0)
 

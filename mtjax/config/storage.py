@@ -52,6 +52,7 @@ def check_storage(model: "Model", storage: Storage) -> None:
             why = f"needs a model without {what}, and {name} is {size}: remove the option"
             raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
     windows = attention_windows(model) or ()
+    # Caches in 8 bits exist for keys and values of whole contexts only.
     reasons = {
         "a t5": model.family == "t5",
         "a model with a layer_pattern": model.layer_pattern,

@@ -61,6 +61,7 @@ class SavedAnswers:
             assert self.path is not None
             with _writable(self.path):
                 self._file.write(json.dumps([[number, *answer] for number, answer in new.items()]) + "\n")
+                # A batch may take minutes; an interruption loses at most the one that is running.
                 self._file.flush()
 
     def remove(self) -> None:

@@ -133,6 +133,7 @@ class RunEvaluations:
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         # trains=True: parameters keep the shardings of training, so that they are not moved.
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
+        # Adjacent windows: overlapping ones would cost many times as much at each evaluation.
         settings = RowSettings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._files.items():
             self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))

@@ -38,6 +38,7 @@ def evaluate_harness(options: Options) -> Mapping[str, Results]:
     os.environ.setdefault(
         "DISABLE_MULTIPROC", "1"
     )  # disables lm-eval's forks, which may hang after devices are attached
+    # Before the weights: an unknown task or a missing data set is an error at once.
     manager, loaded = load_tasks(options)
     with open_weights(options) as weights:
         counts = [f"{name} ({len(task.eval_docs):,} questions)" for name, task in loaded["tasks"].items()]

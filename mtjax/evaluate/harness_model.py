@@ -5,6 +5,7 @@ Texts are encoded as by lm-eval's `hf` model, so that both get the same results.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
+from mtjax.generate.first_tokens import is_special
 from mtjax.generate.request import Sampling
 from mtjax.runtime.processes.coordination import this_process
 
@@ -45,7 +47,7 @@ class HarnessModel:
       prefix: id that is prepended to a text without context.
       stop_ids: ids that end a text.
       sequences: batch size of generation.
-      out: scores are saved next to this file until `forget`; None for not saving.
+      out: scores are saved next to this file until `remove_saved`; None for not saving.
       identity: identity of the model; saved scores with another are discarded.
     """
 
@@ -61,7 +63,7 @@ class HarnessModel:
         identity: str = "",
     ) -> None:
         self.tokenizer, self.prefix, self.longest = tokenizer, prefix, scorer.longest
-        self._added = added_tokens(tokenizer)
+        self._added, self._is_special = added_tokens(tokenizer), cache(partial(is_special, tokenizer))
         self._scorer, self._parameters = scorer, parameters
         self._stop_ids, self._sequences, self._out, self._identity = stop_ids, sequences, out, identity
         self._saved: list[SavedAnswers] = []
@@ -103,6 +105,7 @@ class HarnessModel:
             # One more than the model reads, as the last token is only predicted: lm-eval truncates so too.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(ScoredRow(np.asarray(ids, np.int32), len(ids) - len(after)))
+        # All rows in one call, so that rows of similar length share batches.
         scores = self._scores("continuations", rows)
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
@@ -171,9 +174,19 @@ class HarnessModel:
                 ids = tuple((self.encode(prompt) or [self.prefix])[-prompt_limit:])
                 text = Completion(self.tokenizer, ids, sampling, self._stop_ids, stops, on_end=count)
                 self._engine.submit(text.request)
-                texts.append(text)
+                texts.append((text, stops))
             self._engine.run()
-        return [text.text for text in texts]
+        return [self._decoded(text, stops) for text, stops in texts]
+
+    def _decoded(self, text: Completion, stops: Sequence[str]) -> str:
+        """Decodes a text as lm-eval does."""
+        # Its tokens alone, so that many tokenizers drop the space before the first word, without special tokens; and
+        # cut at stop strings only then. `exact_match` compares all characters.
+        ids = (piece.token.id for piece in text.pieces if piece.token is not None)
+        decoded = self.tokenizer.decode([index for index in ids if not self._is_special(index)])
+        for stop in stops:
+            decoded = decoded.partition(stop)[0]
+        return decoded
 
 
 def rolling_rows(ids: list[int], prefix: int, length: int) -> list[ScoredRow]:
@@ -201,8 +214,8 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     if unknown is not None:
         raise UserError(f"a task's generation_kwargs have {unknown}; supported are {', '.join(known)}")
     do_sample = arguments.get("do_sample")
-    # A temperature above 0 without do_sample samples, as in lm-eval; do_sample without a temperature is 1 as in
-    # transformers, where lm-eval's 0 would be an error.
+    # A temperature above 0 without do_sample samples, as in lm-eval. With do_sample alone it is transformers' 1:
+    # lm-eval's own 0 is an error there.
     temperature = float(arguments.get("temperature", 1.0 if do_sample else 0.0))
     settings = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
     sampling = Sampling(
@@ -229,6 +242,7 @@ def as_lm(model: HarnessModel) -> Any:
 
         @property
         def eot_token_id(self) -> int:
+            # lm-eval conditions a text without context on this token.
             return model.prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -107,6 +107,7 @@ class NeighbourText:
         for number in range(self.count):
             sample = self.dataset[number]
             labels, read = sample["labels"], sample[NEIGHBOURS]
+            # The tokens of the first chunk read no neighbours but its last one.
             bins = np.full(len(labels), -1, np.int8)
             for chunk, neighbours in enumerate(read):
                 # What the tokens from the last of a chunk on predict, while they read its neighbours.
@@ -166,6 +167,7 @@ class NeighbourScorer:
         with BytesProgress("evaluating", count) as progress:
             for batch in _batches(samples, self.batch):
                 rows = [batch[min(i, len(batch) - 1)] for i in range(self.batch)]  # the last batch is filled up
+                # Without neighbours the array is missing, and the model runs as a GPT.
                 arrays = {name: np.stack([row[name] for row in rows]) for name in names if name in rows[0]}
                 local = {name: array[self._mine].astype(np.int32) for name, array in arrays.items()}
                 placed = global_batch(self.sharded_model.batch_sharding, local, self.batch)

@@ -57,8 +57,7 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[TextWindow]:
     """Yields the windows of a text as in Megatron's zero-shot evaluation: every token but the first is scored once.
 
     A window predicts `length` tokens. The next one starts `overlap` tokens later and scores its last `overlap` tokens,
-    each of which is thus predicted from at least `length - overlap` tokens. Megatron continues until the start of a
-    window, not its end, is past the text; the last windows, which score nothing, are yielded as well.
+    each of which is thus predicted from at least `length - overlap` tokens.
 
     Args:
       tokens: number of tokens of the text.
@@ -66,6 +65,7 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[TextWindow]:
       overlap: from 1 to `length`; with `length`, windows are adjacent.
     """
     targets = tokens - 1
+    # Megatron continues until the start of a window, not its end, is past the text: the last ones score nothing.
     more = -(-max(targets - overlap, 0) // overlap)
     for start in range(0, (more + 1) * overlap, overlap):
         # The first window has no predecessor that scored its beginning.

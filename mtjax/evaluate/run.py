@@ -79,6 +79,7 @@ def evaluate(options: Options) -> Results:
                     "overlap": settings.overlap,
                 }
                 write(options, weights, task_facts, results, time.monotonic() - start)
+                # Only now: a result that can't be written must not cost the answers.
                 saved_answers.remove()
     return results
 
@@ -93,6 +94,7 @@ def open_weights(options: Options) -> Iterator[LoadedWeights]:
     shape, parallel = parallel_of(options)
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
         peers.advice = "start the evaluation again: finished rows are saved next to --out"
+        # Before the weights are looked at, which uses a device: their number is fixed from then on.
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
         sharded_model = ShardedModel(config_of(options, saved.config, parallel), mesh)
@@ -129,6 +131,7 @@ class AnswersIdentity:
     def digest(self) -> str:
         """A digest of all facts but those that only affect rounding, such as the mesh."""
         facts = (
+            # The digest of the tokenizer's content: the same folder may have another one by now.
             *(self.options.task, self.data, self.settings, digest_of(self.tokenizer), self.weights),
             # Not `rows`: padding of a batch changes no score by more than rounding.
             *(self.options.compute_dtype, self.options.attention, __version__),

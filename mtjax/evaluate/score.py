@@ -72,6 +72,7 @@ class Scorer:
         # Each row uses the shortest compiled shape that fits.
         shapes = np.searchsorted(self.lengths, [len(row.tokens) - 1 for row in rows])
         groups = [np.flatnonzero(shapes == shape) for shape in range(len(self.lengths))]
+        # Shortest first: the first batches are done soon, and show whether the run works.
         return [group[i : i + self.batch].tolist() for group in groups for i in range(0, len(group), self.batch)]
 
     def score(self, parameters: Tree, rows: Sequence[ScoredRow]) -> RowScores:

@@ -167,10 +167,6 @@ class ChatEncoder:
     ) -> tuple[int, str]:
         """Finds where an answer begins in a text that does not begin with the prompt, and the reasoning missing there.
 
-        Either the text does not contain the end of the generation prompt, such as `<think>`, or the template renders
-        the prompt differently when an answer follows, such as templates that put the system message into the last user
-        message.
-
         Raises:
           UserError: the beginning is ambiguous.
         """
@@ -179,9 +175,12 @@ class ChatEncoder:
         texts = [template.render([*history, probe], chat.inputs, to_be_answered=False) for probe in probes]
         # What is the same for any answer is the text before it.
         header = _common_prefix(answered, *texts)
+        # The text lacks the end of the generation prompt, such as `<think>`.
         if prompt.startswith(header):
             skipped, thought = _thoughts(message, answered[len(header) :], prompt[len(header) :], remarks)
             return len(header) + skipped, thought
+        # The template renders what is before an answer in another way when it follows: some put the system message into
+        # the last user message.
         generation_prompt = prompt.removeprefix(template.render(history, chat.inputs, to_be_answered=False))
         if generation_prompt.strip() and generation_prompt != prompt and generation_prompt in header:
             return header.rindex(generation_prompt) + len(generation_prompt), ""

@@ -88,6 +88,7 @@ class ChatFinetuning(FinetuningObjective):
         if not len(packed):
             raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
         # Packed once with the maximum length; the sequence length is then reduced to what the packs need.
+        # Validation rows need not be packed as long as training's, but each must fit.
         longest = max([packed.longest, *(packed.tokens_taken(chat) for chat in held_out)])
         config = configs.replace(
             self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
@@ -162,6 +163,7 @@ class ChatFinetuning(FinetuningObjective):
         if errors:
             more = f"; and {len(errors) - SHOWN:,} more" if len(errors) > SHOWN else ""
             note = f"{len(errors):,} of {len(chats):,} rows are skipped: {'; '.join(errors[:SHOWN])}{more}"
+            # The rule of `Examples.check`: most rows failing means the wrong file, or template.
             if 2 * len(errors) > len(chats):
                 raise UserError(note)
             notes.append(note)

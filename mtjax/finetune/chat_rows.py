@@ -103,6 +103,7 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
     # Data sets of several formats have all fields in every row, null where they don't apply.
     given = {name: value for name, value in row.items() if value is not None}
     for name, (why, without_effect) in REFUSED.items():
+        # Refused rather than ignored: each would change what is trained on in the trainer that the row was made for.
         if name in given and given[name] not in without_effect:
             raise UserError(f"has {name} {shortened(given[name], 30)}, but {why}")
     # KTO's format, which has prompts and completions, too, some of which are bad ones.
@@ -154,6 +155,7 @@ def passages_of(row: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def _ignored(row: Mapping[str, Any]) -> list[str]:
     """Returns the fields of a valid row that have no effect."""
+    # Beside messages a prompt is not read; some data sets have both.
     used = {*KNOWN, *REFUSED} - ({"prompt"} if row.get("messages") is not None else set())
     return [name for name, value in row.items() if value is not None and name not in used]
 

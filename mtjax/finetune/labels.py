@@ -24,7 +24,7 @@ def classes_of(examples: Sequence[Example]) -> tuple[str, ...]:
         raise UserError(
             f"{len(examples):,} training rows have {len(labels):,} different labels ({named}): these are not classes"
         )
-    # Otherwise class 10 would come before class 2, and a converted model have its numbers in another order.
+    # As texts, class 10 would come before class 2.
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))
@@ -85,6 +85,7 @@ def weights_of(config: Config, numbers: np.ndarray) -> np.ndarray:
             f"--class-weights {text} has no effect on {config.finetuning.task}, a task without classes: remove it"
         )
     if text == "balanced":
+        # A class that --labels names may have no rows.
         counts = np.bincount(numbers, minlength=len(labels))
         # scikit-learn's "balanced": every class has the same total weight.
         return (len(numbers) / (len(labels) * np.maximum(counts, 1))).astype(np.float32)[numbers]

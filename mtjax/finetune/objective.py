@@ -60,6 +60,7 @@ class TaskFinetuning(FinetuningObjective):
         encoded = [self.task.encoded(examples, encoder, config, which) for examples, which in sets]
         # Before samples are built, which have the length of the longest row of all sets.
         config = self.with_text(config, max(max(e.lengths) for e in encoded), found.name, tokenizer)
+        # After the labels and lengths are known, which must be the teacher's.
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         training, *validation = [e.samples(config.model.sequence_length) for e in encoded]
         # Validation rows keep weight 1: metrics and losses of runs with different weights can be compared.

@@ -130,6 +130,8 @@ class FinetuningObjective(Objective):
 
     def _find_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
         run_tokenizer = owned_by_run(config, out) if config.output.resume else None
+        # A resumed run keeps the tokenizer that it was trained with, although that of the weights may have changed
+        # since.
         if run_tokenizer is not None:
             note = check_resumed(run_tokenizer, config.data.tokenizer)
             say_notes([note] if note else [])
@@ -138,6 +140,7 @@ class FinetuningObjective(Objective):
         if self.trunk is not None:
             saved, origin = self.trunk.saved, self.trunk.saved.source.origin
             name, tokenizer = saved.tokenizer(config.data.tokenizer)
+            # Merges and vocabulary files belong to their tokenizer: beside another one they would be read in its place.
             is_theirs = origin.tokenizer is not None and same_path(name, origin.tokenizer)
             files = files_of_weights(origin.files, origin.hugging_face, vocabulary=is_theirs)
             return FinetuningTokenizer(name, tokenizer, origin.files, files)

@@ -68,6 +68,7 @@ class PretrainedTrunk:
         Raises:
           UserError: they are corrupted, or can't be read.
         """
+        # `fresh` are parameters that the weights lack: their reader draws them.
         theirs = set(self.saved.source.parameters) - self.saved.source.origin.fresh
         leaves, structure = jax.tree_util.tree_flatten_with_path(program.restore_target)
         targets = {dotted(path): leaf for path, leaf in leaves}

@@ -118,6 +118,7 @@ def _of_table(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]
     """Yields line numbers and rows of a TSV with a header, or errors; quotes are ordinary characters, as in GLUE."""
     header = lines[0].split("\t")
     for number, line in enumerate(lines[1:], start=2):
+        # Not the csv module: a quote that opens in one of GLUE's rows would swallow the rows after it.
         cells = line.split("\t")
         if not line.strip():
             continue

@@ -197,6 +197,7 @@ class Epochs:
         return self.samples[int(order[group]) * self.samples.group + row]
 
 
+# A batch may end one epoch and begin the next: few orders are in use at a time.
 @lru_cache(maxsize=4)
 def order_of_pass(seed: int, epoch: int, count: int) -> np.ndarray:
     """Returns the order of `count` groups of samples in an epoch."""

@@ -63,6 +63,7 @@ def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
 
     def scores(texts: Sequence[str]) -> list[float]:
         examples = [Example((text,), None, line) for line, text in enumerate(texts, 1)]
+        # `which` is "": rows without labels are kept.
         encoded = task.encoded(examples, encoder, config)
         samples = encoded.samples(config.model.sequence_length)
         values = encoded.comparable(encoded.read(outputs.compute(parameters, samples)).astype(np.float64))
@@ -93,6 +94,7 @@ def _scores_of_command(command: str, texts: Sequence[str]) -> list[float]:
     """
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     try:
+        # stderr is the user's: a program's progress and errors are shown as they come.
         done = subprocess.run(shlex.split(command), input=lines.encode(), stdout=subprocess.PIPE, check=False)
     except (OSError, ValueError, IndexError) as e:
         raise UserError(f"--scorer {COMMAND}{command} can't be run: {first_line(e)}") from e

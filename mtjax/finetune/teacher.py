@@ -212,6 +212,7 @@ class TeacherTargets:
         if TEACHER_TABLE in added:
             # A tied teacher's output table is its embedding.
             table = self.parameters.get("output", self.parameters["embedding"])
+            # Once: it is the same for all batches.
             self._tables[TEACHER_TABLE] = jax.device_put(table, added[TEACHER_TABLE].sharding)
 
     def __call__(self, batch: Batch) -> Batch:

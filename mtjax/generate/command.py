@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -103,7 +103,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
 
-def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -> None:
+def search_beams(options: Options, job: "GenerateJob", prompts: Sequence[str]) -> None:
     """Prints, or writes to --output, the best texts of a beam search for each prompt.
 
     Raises:
@@ -112,13 +112,12 @@ def search_beams(options: Options, job: "GenerateJob", prompts: Iterable[str]) -
     if options.input is None or options.output is None:
         for prompt in prompts:
             for number, (text, beam) in enumerate(job.beams(prompt, options.sampling.max_tokens)):
-                if options.samples > 1 or len(tuple(prompts)) > 1:
+                if options.samples > 1 or len(prompts) > 1:
                     print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
                 print(text)
         return
     with JsonLines.of(options, job.model, options.samples) as lines:
         # A search finds all samples of a prompt at once: the result is reused for the following samples of the line.
-        # -1 is no line's number.
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
         for line in lines.remaining():
             try:
@@ -204,8 +203,7 @@ class GenerateJob:
         max_queued = 2 * options.batch
         with JsonLines.of(options, self.model, options.samples) as lines:
             for line in lines.remaining():
-                # A document has no prompt, and its lines have an empty one: it begins after the token after which
-                # documents begin.
+                # Documents have empty prompts: they begin after the token that documents follow in training.
                 ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)

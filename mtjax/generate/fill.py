@@ -96,6 +96,7 @@ class Filler:
             assert isinstance(model, BERT)
             mask = (jnp.arange(tokens.shape[1]) < count).astype(jnp.int32)[None]
             batch = {"tokens": tokens, "token_types": None, "padding_mask": mask}
+            # Before the head, whose products and logits are then of the masks alone.
             hidden = model.final_norm(run_sections(model, batch, None)[0].x)[:, positions]
             size, none = self._model.placed.config.model.vocab_size, jnp.zeros(len(positions), jnp.int32)
             assert size is not None  # the embedding table has rows

@@ -64,6 +64,7 @@ class DecodingReport:
 
 def run(config: Config, options: Options) -> int:
     """Compiles the decode step and prints the report; returns exit code 1 if the program violates its contract."""
+    # With the JSON on standard output, the report goes nowhere and notes to standard error.
     quiet = options.json == Path("-")
     console = console_for(sys.stderr if quiet else sys.stdout)
     config = with_vocabulary(config, lambda text: console.print(text, highlight=False))

@@ -240,7 +240,7 @@ class NeighbourWriter:
     def _step(self, rows: Mapping[int, _Row]) -> list[int]:
         """Writes a token of each of these texts, which all read neighbours or all read none; returns those that
         ended."""
-        # The batch has always all rows, so that one program serves: those of no text are computed and ignored.
+        # A batch always has all rows, so that one program serves; rows without a text are computed and ignored.
         texts, ended = [rows.get(row) for row in range(self._rows)], []
         draws = jax.tree.map(lambda *a: np.concatenate(a), *(text.draws if text else self._idle for text in texts))
         generated = np.array([text.generated if text else 0 for text in texts], np.int32)

@@ -158,23 +158,20 @@ class PrefixCache:
         return tokens // self._chunk * self._chunk
 
     def _shared(self, request: Request, slot: int, common: int, cache: Cache | None) -> int:
-        """Returns how many tokens of a prompt can be reused from a slot, which begins with `common` of them.
-
-        A multiple of the longest chunk, so that what is reused is bit-identical to what prefilling this prompt would
-        compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens need
-        log-probabilities) or has a repetition penalty (its tokens must be counted), or if layers with a window no
-        longer have the last of these tokens, or no snapshot of states was taken after them.
-        """
+        """Returns how many tokens of a prompt can be reused from a slot, which begins with `common` of them."""
         if cache is None or self._decoder.is_encoder_decoder or not _may_reuse(request):
             return 0
+        # Never the last token, whose logits are needed.
         prompt, written, most = request.prompt, self._written[slot], len(request.prompt) - 1
         lengths: Iterable[int] = ()
         if not self._has_attention:
             snapshots = (each for each in self._snapshots if len(each) <= most)
             lengths = (len(each) for each in snapshots if prompt[: len(each)] == each.tokens)
+        # Complete chunks, so that what is reused is bit-identical to what prefilling this prompt would compute.
         elif complete := self._complete(min(common, most)):
             own = (len(each) for each in self._snapshots if slot in each.slots and len(each) <= complete)
             lengths = own if self._has_states else (complete,)
+        # Layers with a window may no longer have the last of these tokens.
         return max((length for length in lengths if keeps_prefix(cache, written, length)), default=0)
 
     # --- snapshots of recurrent states
@@ -215,7 +212,8 @@ class PrefixCache:
 
 
 def _may_reuse(request: Request) -> bool:
-    """Returns whether a request may begin after its first token: all of them are scored, or counted, otherwise."""
+    """Returns whether a request may begin after its first token."""
+    # An echoed prompt's tokens need log-probabilities, and those of a repetition penalty must be counted.
     return not request.echo and request.sampling.repetition_penalty == 1
 
 

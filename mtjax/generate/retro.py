@@ -72,6 +72,7 @@ class _Job:
             # A single text is printed as it is written, without a title.
             titles.clear()
             texts[0][0].on_piece = printer.piece
+        # A copy: `_print_ended` takes texts out of the list while they are written.
         writer.run(list(texts))
 
     def _print_ended(self, printer: TextPrinter, titles: deque[str], texts: list[Text]) -> None:

@@ -26,9 +26,7 @@ SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_k=40)
 def continue_text(trained: ShardedModel, parameters: Tree, tokenizer: Tokenizer, prompt: str) -> str:
     """Returns `prompt` and up to 96 tokens after it, sampled with top-k 40: the same text on every mesh.
 
-    Trailing spaces of the prompt are removed: in most vocabularies a word's token begins with the space before it, so
-    after a separate space the model would be in the middle of a word. A long prompt is truncated to its end. Meanwhile
-    the devices hold a second copy of the model, in the compute dtype.
+    Meanwhile the devices hold a second copy of the model, in the compute dtype.
 
     Args:
       trained: a GPT or Llama.
@@ -81,6 +79,8 @@ class PromptTokens:
     def of(cls, trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> "PromptTokens":
         """Encodes a text, truncated to its last tokens if it is longer than half of the context."""
         most = longest_text(trained.config.model)
+        # Without trailing spaces: in most vocabularies a word's token begins with the space before it, so that after a
+        # separate space the model would be in the middle of a word.
         # Documents begin after an end of document in training: it stands for an empty prompt.
         ids = tokenizer.encode(prompt.rstrip(" "))[-most // 2 :] or [tokenizer.eod]
         return cls(tuple(ids), len(ids) < most)

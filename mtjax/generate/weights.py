@@ -137,6 +137,7 @@ def _load(
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
+    # Checked before the parameters are read, which may take minutes.
     quantized = saved.quantized(storage)
     parameters = saved.parameters(placed)
     grids = tuple(each.parameters(placed) for each in quantized)
@@ -159,6 +160,7 @@ def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """
     named = (ids_in(entry, "eos_token_id", source) for source, entry in _settings(saved))
     ends = next((ids for ids in named if ids), [])
+    # A T5's targets end with EOS, which need not be the token that ends documents.
     default = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
     return frozenset(ends or {default})
 

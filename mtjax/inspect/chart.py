@@ -130,6 +130,7 @@ def _half(x: float, y: float, width: float, column: Column, stage: int, table: T
     """Draws the cell of half a tick, with the number of the microbatch where it fits."""
     work, half = column.half[stage], "backward" if column.is_backward else "forward"
     position = f"stage {stage}, tick {column.tick}, {half}"
+    # A gap between cells, and never nothing: a timetable of hundreds of ticks has cells of a few pixels.
     cell = max(width - 0.8, 0.6)
     if work is None:
         return [_box(x, y, cell, ROW - 6, IDLE_TONE, f"{position}: idle")]

@@ -119,11 +119,6 @@ def check(
 ) -> Verdict:
     """Checks collectives against a contract.
 
-    In GPU programs operations, elements and dtypes must be the contract's. XLA for CPUs converts bf16 to float32, and
-    rewrites a reduce-scatter as all-reduce and slice: notes report both. In CPU programs only the dtypes of reductions
-    are compared, as they were before the conversion: a bf16 reduction is a violation where the contract has f32, and
-    an f32 one where the contract has bf16 gradients.
-
     Args:
       collectives: all of the program.
       requirements: the contract, evaluated for the run's sizes.
@@ -201,6 +196,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         # Ids of experts and tokens travel beside activations, sometimes with as many elements.
         and _is_integer(e.dtype) == _is_integer(required.dtype)
     ]
+    # XLA: for CPUs it converts bf16 to float32, and only reductions show what they were before.
     compares_dtypes = is_gpu or required.line.kind in SUMS
     if required.line.pooled and compares_dtypes:
         same_dtype = [e for e in fitting if e.dtype == required.dtype]

@@ -255,6 +255,7 @@ def _made_in(module: Module, computation: Computation, instruction: Instruction)
         names = _packed_names(module, computation, names[0])
     found = [computation.by_name.get(_seen_through(computation, name)) for name in names]
     located = [None if maker is None else locate(computation, maker) for maker in found]
+    # A neighbour's phase would not be that of the array.
     return tuple(None if place is None or not place[2] else place[0] for place in located)
 
 
@@ -287,6 +288,7 @@ def _packed(module: Module, computation: Computation, name: str) -> tuple[Array,
 def _packing(module: Module, computation: Computation, name: str) -> tuple[Instruction, Computation] | None:
     """What makes one array of several, and the computation in which it stands: this, or that of a fusion."""
     maker = computation.by_name.get(name)
+    # Or the fusion that concatenates them: its root, with parameters for what comes from outside.
     if maker is not None and maker.opcode == "fusion":
         computation = next(iter(module.callees(maker)), computation)
         maker = computation.root

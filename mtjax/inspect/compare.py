@@ -58,6 +58,7 @@ def _value(base: Config, name: str, value: str) -> object:
         table = tomllib.loads(f"{field} = {value}")
     except (ValueError, RecursionError):  # not TOML, or more digits or brackets than Python reads
         table = {field: value}
+    # As from a file, so that a wrong type is the same error.
     checked = config.from_dict({group: table}, base, source="--vs")
     return getattr(getattr(checked, group), field)
 
@@ -108,6 +109,7 @@ def comparison_table(first: Report, second: Report) -> Table:
     table.add_column("difference", justify="right")
     for measure in measures((first, second)):
         a, b = measure.of(first) or 0.0, measure.of(second) or 0.0
+        # What the first program does not have has no ratio.
         change = "same" if a == b else f"{b / a - 1:+.1%}" if a else "new"
         table.add_row(measure.name, measure.show(a), measure.show(b), change)
     for name, of in (("contract", _holds), ("memory", _fits)):

@@ -1,6 +1,5 @@
 """Compilation of a step for a target, and the compiler's statistics."""
 
-import math
 import re
 import time
 import warnings
@@ -12,8 +11,8 @@ from pathlib import Path
 import jax
 
 from mtjax.analysis.anatomy import Anatomy, anatomy_of
+from mtjax.analysis.expert_blocks import expert_blocks
 from mtjax.config import Config, replace
-from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.products import is_own_attention
@@ -21,7 +20,6 @@ from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import ATTACHED, Target, judged_by
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
-from mtjax.models.kernels.grouped import Blocks
 from mtjax.sharding.pipeline.executor import PipelineSchedule
 from mtjax.train.step import TrainStep, make_train_step
 
@@ -140,9 +138,10 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
     text = compiled.as_text()
     assert text is not None
     module = hlo.parse(text)
-    if blocks := expected_blocks(program):
-        module = hlo.with_trip_counts(module, blocks, EXPERTS_SCOPE)
-    plan = Plan.of(program.config, program.mesh_shape)
+    plan, model = Plan.of(program.config, program.mesh_shape), program.config.model
+    if model.num_experts:
+        # How often the loop over blocks of experts' tokens runs only run time decides: with equal loads so often.
+        module = hlo.with_trip_counts(module, expert_blocks(model, plan).number, EXPERTS_SCOPE)
     schedule = program.microbatch_schedule(plan.microbatches)
     # After the trip counts: a loop over ticks is recognised by its length.
     if isinstance(schedule, PipelineSchedule):
@@ -203,25 +202,6 @@ def _refused(target: Target, error: Exception) -> UserError:
         f"XLA could not compile the program for {target.name}: {first_line(error, 300)}; try another "
         "--microbatch-size, --mesh or --attention, or another version of jax (MTJAX_DEBUG=1 shows XLA's full output)"
     )
-
-
-def expected_blocks(program: TrainStep) -> int:
-    """Returns the number of blocks in a rank's grouped matmuls of experts with equal loads, the length of their loop,
-    which depends on the tokens at run time; 0 without experts."""
-    model, mesh = program.config.model, program.mesh_shape
-    if not model.num_experts:
-        return 0
-    plan, length = Plan.of(program.config, mesh), model.sequence_length
-    samples, degree = plan.microbatch_size, plan.expert_degree
-    capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
-    # A rank's experts get the tokens of all expert parallel ranks, and with equal loads each expert the same number.
-    pairs = degree * tokens * model.experts_top_k
-    expert_rows, slots = pairs / model.num_experts, pairs
-    if capacity is not None:
-        expert_rows = min(expert_rows, degree * plan.local_tokens(capacity))
-        slots = model.num_experts * min(samples * capacity, tokens) if degree > 1 else pairs
-    block_rows = Blocks(model.activation, model.num_experts).rows(slots)
-    return model.num_experts // degree * math.ceil(expert_rows / block_rows)
 
 
 def _lower(program: TrainStep) -> jax.stages.Lowered:

@@ -96,7 +96,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
     Device numbers are places in the mesh, `mesh`'s last axis varying fastest.
     """
     sizes = tuple(mesh.values())
-    # A permute may leave devices out, as the last stage of a pipeline sends nothing onward; groups may not.
+    # A permute may leave devices out; groups may not.
     if math.prod(sizes) != sum(len(g) for g in groups.members) and not groups.is_pairs:
         return None
     ids = np.array([i for g in groups.members for i in g])

@@ -51,6 +51,7 @@ def _visit(
             # attention.
             if is_choice(instruction) and not module.is_true_branch(instruction, callee):
                 times = 0
+            # Fusions too: matmuls may be in them.
             yield from _visit(module, callee, times, exact and known, (*callers, site))
 
 

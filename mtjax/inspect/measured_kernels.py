@@ -87,6 +87,7 @@ def by_kernel(
     found: dict[KernelKind, MeasuredKernel] = {}
     for name, kind in kinds(step.module, lines, works):
         ran, predicted = measured.get(name, Ran(0.0, 0.0)), works[name].predicted
+        # Operations that cost nothing by either count would fill the list.
         if ran.launches or predicted:
             before = found.get(kind, MeasuredKernel(kind, 0.0, 0.0, None))
             expected = before.predicted if predicted is None else (before.predicted or 0.0) + predicted
@@ -101,11 +102,13 @@ def kinds(module: Module, lines: SourceLines, works: Mapping[str, InstructionWor
             if work := works.get(instruction.name):
                 phase, path, _ = locate(computation, instruction)
                 source = lines.source_of(module, instruction)
+                # A custom call says nothing; what it calls may be cuBLAS or cuDNN.
                 opcode = instruction.attribute("custom_call_target") or instruction.opcode
                 yield instruction.name, KernelKind(phase, work.cause, short(path), source, opcode)
 
 
 def short(path: str) -> str:
     """Returns the last parts of an operation's path, without transformations and numbers of layers."""
+    # Unrolled layers have a kernel each, of the same kind.
     parts = [re.sub(r"\d+", "N", part) for part in path.split("/") if not _WRAPPING.match(part)]
     return "/".join(parts[-_PARTS:])

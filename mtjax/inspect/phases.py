@@ -58,8 +58,10 @@ def _phase_of_path(path: str) -> str | None:
     scope = _SCOPES[scopes[-1]]
     if scope in (GRADIENTS, OPTIMIZER, PARAMETERS, SAMPLING, STAGES):
         return scope
+    # jax's name for what `jax.checkpoint` computes again.
     if scope == "layer" and "rematted_computation" in path:
         return LAYER_RECOMPUTE
+    # A backward pass is the transpose of the linearized forward pass, and jax writes that into names.
     return f"{scope} {'backward' if 'transpose(' in path else 'forward'}"
 
 

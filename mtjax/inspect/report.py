@@ -132,6 +132,7 @@ def inspect(
     reads = unread is None and target.server is not None if kernels is None else kernels
     if not reads:
         return report(compile_step(config, target), contract, time_on, teacher, unread=unread)
+    # Kernels of a step are hundreds of files, which nobody needs once they are read.
     with TemporaryDirectory(prefix="mtjax-kernels-") as name:
         folder = Path(name)
         step = compile_step(config, target, folder)
@@ -142,6 +143,7 @@ def inspect(
         except UserError as e:
             if kernels:
                 raise
+            # Kernels that can't be read are an error only where the user asked for them.
             return report(step, contract, time_on, teacher, unread=str(e))
 
 
@@ -164,6 +166,8 @@ def report(
     # Of the servers for which time is predicted: a group that is inside one of those compiled for may span several of
     # these.
     per_server, model = server.gpus if server else step.target.devices_per_server, step.config.model
+    # Run time decides how much of a ragged all-to-all's buffer is sent: what counts is the expected share, as in the
+    # contract.
     ragged_share = exchanged_share(model, step.plan.expert_degree) if model.num_experts else 1.0
     collectives = find_collectives(step.module, step.mesh_axes, per_server, ragged_share)
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)

@@ -196,6 +196,7 @@ class Roofline:
         computing = sum(self.product_seconds(product) for product in products)
         moving = self.machines[2].passes(bytes_moved(self.module, computation, instruction))
         others = self.by_instructions.get(instruction.name, 0.0)
+        # A kernel loads, computes and stores at once, so that the slowest of these is its time.
         return max(computing, moving, others, self.launch), computing >= moving
 
     def product_seconds(self, product: BatchedMatmul) -> float:
@@ -204,7 +205,7 @@ class Roofline:
         if product.own:
             return machine.own_attention(*product.own)
         if product.is_flash:
-            return machine.flash(product.flops / 2)  # the causal half is all it computes
+            return machine.flash(product.flops / (2 if product.is_causal else 1))
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:

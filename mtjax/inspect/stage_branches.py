@@ -106,6 +106,7 @@ def _classified(module: Module, instructions: Sequence[Instruction], sections: i
     counts = {False: 0, True: 0}
     for instruction in instructions:
         phases = _phases_in(module, instruction)
+        # The last stage computes the losses in its backward halves.
         is_backward = bool(phases & {LAYER_BACKWARD, LOSS_FORWARD, LOSS_BACKWARD, EMBEDDING_BACKWARD})
         if sections == 1:
             yield _Branch(instruction, _kind(phases), is_backward, 0)

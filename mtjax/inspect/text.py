@@ -291,6 +291,7 @@ def time_lines(report: Report) -> str:
     t = report.time
     if t is None:
         return "\n".join(lines)
+    # Less than a microsecond is rounding.
     exposed = ", ".join(f"{axes} {duration(s)}" for axes, s in t.exposed_by_axes.items() if s >= 1e-6)
     lines += [
         f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",
@@ -334,13 +335,13 @@ def unrolling_line(report: Report) -> str:
     return f"  --unroll-layers avoids the stacks of the layer loop, {share:.0%} of the step (docs/notes/speed.md)\n"
 
 
-def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:
-    """Returns the cells of a row for each cause of at least the share `least` of the step, with its phases."""
-    rows = []
+def cause_rows(time: TimeReport) -> list[list[str]]:
+    """Returns the cells of a row for each cause of at least a thousandth of the step, with its phases."""
+    rows, least = [], 0.001 * time.seconds
     for cause, phases in by_cause(time.causes).items():
         seconds = sum(phases.values())
-        where = sorted(((s, phase) for phase, s in phases.items() if s >= least * time.seconds), reverse=True)
-        if seconds >= least * time.seconds:
+        where = sorted(((s, phase) for phase, s in phases.items() if s >= least), reverse=True)
+        if seconds >= least:
             shown = ", ".join(f"{phase} {duration(s)}" for s, phase in where)
             rows.append([LABELS.get(cause, cause), duration(seconds), f"{seconds / time.seconds:.1%}", shown])
     return rows
@@ -357,10 +358,10 @@ def show_note(note: str | None, console: Console) -> None:
         console.print(f"note    {note}", highlight=False)
 
 
-def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
-    """Returns the first arrays, and how many more there are."""
-    shown = ", ".join(str(a) for a in arrays[:most])
-    return shown + (f" and {len(arrays) - most} more" if len(arrays) > most else "")
+def shapes_text(arrays: tuple[Array, ...]) -> str:
+    """Returns the first two arrays, and how many more there are."""
+    shown = ", ".join(str(a) for a in arrays[:2])
+    return shown + (f" and {len(arrays) - 2} more" if len(arrays) > 2 else "")
 
 
 def escape(text: str) -> str:

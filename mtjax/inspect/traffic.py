@@ -44,7 +44,8 @@ def _read(fused: Computation, value: Instruction) -> int:
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
             read += user.bytes
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-            continue  # written in place
+            # In place it reads nothing. Otherwise it is computed in registers, and what reads it reads the array.
+            read += 0 if _is_result(fused, user) else _read(fused, user)
         elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
             read += fused.by_name[user.operands[2]].bytes  # the rows to which updates are added
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
@@ -53,6 +54,12 @@ def _read(fused: Computation, value: Instruction) -> int:
         else:
             return value.bytes
     return min(read, value.bytes)
+
+
+def _is_result(fused: Computation, value: Instruction) -> bool:
+    """Returns whether a value, or a view of it, is a result of the kernel, and nothing else in the kernel reads it."""
+    users = fused.users.get(value.name, ())
+    return all(user.opcode == "tuple" or (user.opcode == "bitcast" and _is_result(fused, user)) for user in users)
 
 
 def _is_parameter(fused: Computation, name: str) -> bool:

@@ -212,6 +212,7 @@ def _gains_by_pallas(config: Config, platform: str, capability: Capability, cont
 
 def padded_width(width: int) -> int:
     """Returns the width with which the kernel `pallas` computes heads of a width: Triton's sizes are powers of two."""
+    # 16 is the least that Triton multiplies.
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -242,4 +243,5 @@ def spans_of(queries: int, at_a_time: int) -> int:
 def documents_at_most(tokens: int) -> int:
     """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
     blocks by XLA's."""
+    # Memory for statistics grows in proportion to it: enough for documents of 256 tokens on average.
     return max(tokens // 256, 2)

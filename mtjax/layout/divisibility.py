@@ -74,6 +74,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     yield from zero_problems(plan.mesh, plan.zero)
     yield from width_problems(model, plan) if plan.splits_width else ()
     if plan.teacher is not None:
+        # The teacher runs on the student's mesh and microbatches, without its backward pass.
         teacher_problems = _problems(plan.teacher, plan.forward_only, microbatch)
         yield from (f"the teacher does not fit the run: {reason}" for reason in teacher_problems)
 
@@ -161,6 +162,7 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def _batch_problems(batch: int, microbatch: int | None, data_degree: int) -> Iterator[str]:
     """Yields a global batch size that is not a multiple of data parallel degree x microbatch size."""
+    # Without a microbatch size the samples of a rank are one microbatch, of any size.
     unit = data_degree * (microbatch or 1)
     if batch % unit == 0:
         return
@@ -233,6 +235,7 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
         near = next((n for n in range(2, share + 1) if share % n == 0), None)
         alternative = f", or chunks {near}" if near else ""
         yield ("pipeline_schedule interleaved needs several chunks per stage, and chunks is 1: use 1f1b" + alternative)
+    # Where a group of microbatches is smaller than the stages, mtjax's stages are idle; Megatron refuses it.
     if plan.residuals == "megatron" and chunks > 1 and plan.microbatches % stages:
         yield (
             f"Megatron's interleaved schedule needs a number of microbatches that is a multiple of {stages} stages, "

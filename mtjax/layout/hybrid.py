@@ -17,6 +17,7 @@ def split_heads(model: Model) -> list[tuple[str, str, int]]:
 def inner_widths(model: Model) -> list[tuple[str, str, int]]:
     """Returns (logical axis, setting, size) of the inner width of MLPs and of experts."""
     letters = letters_of(model)
+    # Layers that are an MLP, and shared blocks, which have one.
     has_mlp = bool(set("-Zz") & set(letters)) if letters else not model.num_experts or dense_layers(model)
     dense = [("mlp", "mlp_size", mlp_size(model))] if has_mlp else []
     if not model.num_experts:
@@ -30,6 +31,7 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     context parallel ranks that are shorter than the convolution."""
     if not has_state_space(model):
         return
+    # A piece's first tokens read the last of the piece before it, and of no other.
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
         yield (

@@ -102,6 +102,7 @@ def layout_of(
     and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
     sizes = {"kv_heads": num_kv_heads(model), "groups": ssm_groups(model)}
+    # A number that the degree does not divide: ranks then share a head (`divisibility` checks that they can).
     replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
     return _layout(sequence_parallel, replicated, zero, mesh.axes, splits_width)
 
@@ -109,7 +110,9 @@ def layout_of(
 @cache
 def _layout(sequence_parallel: bool, replicated: tuple[str, ...], zero: int, axes: Axes, splits_width: bool) -> Layout:
     tokens = (CONTEXT,) if CONTEXT in axes else ()
+    # CONTEXT outermost: a rank of context parallelism has its tokens, which sequence parallelism shards further.
     act_seq = (*tokens, MODEL) if sequence_parallel else tokens
+    # Expert parallel ranks have other samples, too: outside experts `expert` is one more data parallel axis.
     samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
     width = (MODEL,) if splits_width else ()
     rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq, act_embed=width)
@@ -131,6 +134,7 @@ def is_matrix(names: tuple[str, ...]) -> bool:
     """Returns whether a parameter is a matrix: maps the residual stream, an adapter's rank or a latent from or to an
     axis."""
     # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
+    # A latent's norm has the latent alone; its matrices have heads or the width beside it.
     if "latent" in names:
         return len(set(names) - {LAYERS}) > 1
     # `every_expert` counts vectors: the biases of experts.
@@ -156,8 +160,6 @@ def sharded_dimension(
 ) -> int:
     """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`; where
     there is no tensor parallelism, the outermost that it would shard.
-
-    `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
     if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:
@@ -171,4 +173,5 @@ def sharded_dimension(
     in_layer = [i for i in divisible if names[i] != LAYERS]
     if in_layer:
         return max(in_layer, key=lambda i: shape[i])
+    # `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     return divisible[0] if divisible and layout.zero == 1 else NOT_SHARDED

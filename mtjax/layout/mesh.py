@@ -136,6 +136,7 @@ def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshSh
       tokens: of a sample; short ones allow no context parallelism.
     """
     for context in context_degrees(tokens):
+        # Expert and context parallel ranks are taken from data parallelism: the number of devices stays.
         data, remainder = divmod(mesh.data, context)
         for degree in divisors(math.gcd(data, experts or 1)) if not remainder else ():
             yield replace(mesh, data=data // degree, context=context, expert=degree)
@@ -145,14 +146,15 @@ def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
     """Yields the meshes that use some of a mesh's data parallelism for sharding groups.
 
     Groups are servers of `gpus` GPUs, or where ZeRO would not divide a model of this width over all ranks, also twice,
-    four times, ... as large; otherwise larger groups send as much over the network as no groups.
+    four times, ... as large.
     """
     inside, group = mesh.context * mesh.expert * mesh.model, gpus
+    # Up to all ranks: a group of all of them is no group.
     while group < mesh.data * inside:
         shard, remainder = divmod(group, inside)
         if not remainder and shard > 1 and mesh.data % shard == 0:
             yield replace(mesh, data=mesh.data // shard, shard=shard)
-        # Larger groups are for widths that ZeRO can't divide over all ranks.
+        # Larger groups send as much over the network as no groups: they are for widths that ZeRO can't divide.
         if mesh.divides(width):
             return
         group *= 2
@@ -188,6 +190,7 @@ def parse_mesh(text: str) -> MeshShape:
         if degree < 1:
             raise UserError(f"mesh {text!r} sets {axis} to {degree}; every axis needs at least 1")
     mesh_shape = MeshShape(**degrees)
+    # A typo would otherwise cost a search, or memory for a mesh of that many devices.
     if mesh_shape.size > MOST_DEVICES:
         raise UserError(f"mesh {text!r} has {mesh_shape.size} devices; the maximum is {MOST_DEVICES}")
     return mesh_shape

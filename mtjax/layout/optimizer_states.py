@@ -107,8 +107,10 @@ def factored_dimensions(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple
     They index the stacked parameter. Of equal sizes the later dimension counts as the larger one, as in optax.
     """
     first = int(names[0] == LAYERS)
+    # Vectors have nothing to factor.
     if len(shape) - first < 2:
         return None
+    # A stable sort: of equal sizes the later one is last.
     by_size = sorted(range(first, len(shape)), key=lambda i: shape[i])
     second, largest = by_size[-2:]
     return (second, largest) if shape[second] >= FACTORED_FROM else None

@@ -22,7 +22,7 @@ ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
 
 Kinds = Mapping[str, tuple[str, str]]
-"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.layer`."""
+"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.mixers.registry`."""
 _HYBRID: Kinds = {letter: (kind, kind) for letter, kind in KIND_OF.items()}
 _WITH_EXPERTS: Kinds = {"T": (DENSE, "transformer"), "X": (STACK, "transformer with experts")}
 """Kinds of a decoder in which some layers have experts: `first_dense_layers` 2 of 5 is TTXXX, `moe_every` 3 TTXTTX."""
@@ -83,6 +83,7 @@ def stacks_of(model: Model) -> tuple[LayerStack, ...]:
         side = f"{DECODER}_"
         kind, layers = "transformer with cross-attention", decoder_layers(model)
         return encoder, LayerStack(f"{DECODER}.{STACK}", layers, decoder_length(model), side=side, kind=kind)
+    # A pattern comes before experts: its letters say which layers have them.
     if letters := letters_of(model):
         return _stacks_of_pattern(letters, _HYBRID, tokens)
     if dense := dense_layers(model):
@@ -108,4 +109,5 @@ def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerSt
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:
     """Returns the stacks of each section: sections run one after the other, its layers by their numbers."""
     stacks = stacks_of(model)
+    # Stacks `among` others take turns in one section; an encoder and a decoder are a section each.
     return (stacks,) if stacks[0].among is not None else tuple((stack,) for stack in stacks)

@@ -52,6 +52,7 @@ class LayerOrder:
         """Returns the letters of the slots of a chunk, in a section with this pattern: the same for all chunks, as all
         stages run one program, with the layers of each."""
         chunks = range(len(self.numbers[0]))
+        # Chunk by chunk, as the layers follow each other in the model.
         each = (self.numbers[stage][chunk] for chunk in chunks for stage in range(len(self.numbers)))
         return common_pattern(tuple("".join(pattern[n] for n in chunk if n != PADDING) for chunk in each))
 
@@ -71,6 +72,7 @@ class LayerOrder:
     @property
     def in_stack(self) -> "LayerOrder":
         """The order with layers numbered in their stack: 0, 1, 2 ..."""
+        # Numbers of layers in the model have gaps where other stacks have layers.
         index = {number: i for i, number in enumerate(sorted(set(self.flat) - {PADDING}))} | {PADDING: PADDING}
         return LayerOrder(tuple(tuple(tuple(map(index.__getitem__, c)) for c in stage) for stage in self.numbers))
 
@@ -169,6 +171,7 @@ def layer_orders(model: Model, parallel: Parallel) -> Orders:
     """Returns the orders of the stacks of a run that are not in the order of their layers; layers count from 0 in each
     stack."""
     stages = parse_mesh(parallel.mesh).stage
+    # Without stages every stack is in the model's order, and checkpoints need no entry.
     orders = {
         stack.path: stack_order(stack, stages, parallel.chunks, parallel.layers_per_stage).in_stack
         for stack in stacks_of(model)

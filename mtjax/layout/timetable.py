@@ -172,6 +172,7 @@ def _with_slots(
             if work := forward.get((t, stage)):
                 slot = -1
                 if backward:
+                    # The first free slot, not the next one: stages have as many slots as are in use at a time.
                     used = set(held.values())
                     slot = held[work] = next(n for n in range(len(held) + 1) if n not in used)
                 halves[0][t][stage] = Work(*work, slot)

@@ -77,6 +77,7 @@ def expert_biases(products: Mapping[str, ProductSizes]) -> dict[str, Sizes]:
     product's, which it adds to its own tokens."""
     up, down = products["up"], products["down"]
     count = up.inputs["expert"]
+    # The last product's are added to sums over experts, behind the dispatch: so each rank needs all of them.
     return {"up": {"expert": count, **up.outputs}, "down": {"every_expert": count, **down.outputs}}
 
 
@@ -100,6 +101,8 @@ def attention_products(
     is one of each channel of the heads."""
     embed, width = {"embed": hidden}, {"head_dim": head_dim}
     heads = {"heads": num_heads, **width}
+    # Two parameters where the numbers differ: KV heads may be fewer than tensor parallel ranks, and then are
+    # replicated.
     if kv_heads == num_heads:
         inputs = {"qkv": ProductSizes(embed, {"qkv": 3, **heads})}
     else:
@@ -177,6 +180,7 @@ def mamba_weights(model: Model) -> dict[str, Sizes]:
         **own.inputs("b_c", "rate"),
         "conv": {**own.taps, **own.inner},
         "conv_bias": own.inner,
+        # Apart from `conv`: groups may be replicated where heads are sharded.
         "conv_b_c": {**own.taps, **own.shared},
         "conv_b_c_bias": own.shared,
         "rate_bias": own.heads,

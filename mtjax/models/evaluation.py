@@ -9,7 +9,7 @@ from jax import Array
 
 from mtjax.models.routers import with_text_lengths
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_losses
+from mtjax.sharding.distributed_output import distributed_losses
 
 Tree = Any
 Batch = dict[str, Any]

@@ -81,6 +81,7 @@ class Float8Product(nnx.Module):
             return float8_product(self.recipe, dims, sharding, x, weight, None)
         scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
         if isinstance(weight, QuantizedWeight):
+            # Quantized once for the step: its gradient is that of the carrier, which has the compute type.
             return float8_product(self.recipe, dims, sharding, x, weight.carrier, scales, weight.values)
         return float8_product(self.recipe, dims, sharding, x, weight, scales)
 
@@ -94,6 +95,7 @@ def quantize_products(model: Any, config: Config) -> None:
       LookupError: no layer has one of the products.
     """
     training, heads, degree = config.training, config.model.num_heads, num_shards("heads")
+    # Gradients span more powers of two than activations, and need fewer digits.
     kind = E5M2 if training.fp8_format == "hybrid" else E4M3
     names, left = float8_products(config.model, degree), unfit_products(config.model, degree)
     is_delayed = training.fp8 == "delayed"

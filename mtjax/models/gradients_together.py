@@ -6,10 +6,7 @@ from jax import Array, lax
 
 @jax.custom_vjp
 def gradients_together(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays; none of their gradients is used before all are computed.
-
-    XLA: would compute one that is needed late where it is needed, and keep what it is computed from in float32.
-    """
+    """Returns the arrays; none of their gradients is used before all are computed."""
     return arrays
 
 
@@ -18,6 +15,7 @@ def _forward(*arrays: Array) -> tuple[tuple[Array, ...], None]:
 
 
 def _backward(_: None, gradients: tuple[Array, ...]) -> tuple[Array, ...]:
+    # XLA: it would compute one that is needed late where it is needed, and keep what it is computed from in float32.
     return lax.optimization_barrier(gradients)
 
 

@@ -30,5 +30,6 @@ def jitter(
 
     # One primitive, as in `dropout`.
     bits = no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
+    # Below 1, or 1 where float32 rounds the largest bits up.
     uniform = bits.astype(jnp.float32) * 2.0**-32
     return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)

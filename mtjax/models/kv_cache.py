@@ -169,6 +169,7 @@ class WindowKVCache:
         written, read = [], []
         for old, new in ((self.keys, key), (self.values, value)):
             new = new.astype(old.dtype)
+            # A scatter drops what has no slot: an update of a slice could not wrap around.
             written.append(old.at[sequence, :, at].set(new[0], mode="drop", unique_indices=True))
             before = lax.dynamic_index_in_dim(old, sequence, keepdims=True)
             read.append(jnp.concatenate([before, new.transpose(0, 2, 1, 3)], axis=2))

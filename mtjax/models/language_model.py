@@ -25,8 +25,7 @@ from mtjax.models.ops import Linear, normal
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.axes import spec
-from mtjax.sharding.vocab import LossOptions, OutputOptions
-from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
+from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
 
 EMBEDDING_SITE = 2**31 - 1
 """Dropout site of the embeddings, distinct from every layer's number."""
@@ -54,14 +53,10 @@ def embed_tokens(
     scale: float = 1.0,
     project_in: Linear | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
-    """Looks up the tokens' rows of the vocabulary's table, scales them, takes them to the width of the hidden states if
-    they have another, and adds the vectors of their positions if learned.
+    """Looks up the tokens' rows of the table [vocab, embed], in `dtype`, and adds the vectors of their positions.
 
     Args:
-      table: [vocab, embed], float32.
       positions: [seq, embed], float32; None where positions are not learned.
-      tokens: ids.
-      dtype: of the result.
       position_ids: of each token; its position in the sample when None.
       local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
       scale: factor of the rows, rounded to `dtype`, as Gemma's is.
@@ -81,8 +76,8 @@ def embed_tokens(
 
 
 def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Clips position ids to the table's length: padding and idle slots may have any position, and rows outside the
-    table would read as NaN."""
+    """Clips position ids to the table's length."""
+    # Padding and idle slots may have any position, and rows outside the table would read as NaN.
     return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
 
 
@@ -108,10 +103,8 @@ class WithVocabulary(nnx.Module):
         return self.output_table[...], bias, replace(self.output_options, vocab_size=vocab_size)
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states.
-
-        Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
-        """
+        """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states."""
+        # Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
         table, bias, options = self.output_head()
         x, weight, sharding = reshard_sequence(hidden, "seq"), table.astype(hidden.dtype), spec("batch", "seq", "vocab")
         # Accumulated in float32, as in the loss: differences of large logits matter.
@@ -129,6 +122,7 @@ LOSS_WEIGHTS = "loss_weights"
 """Weights of a batch's losses, with which a decoder sums them at once."""
 
 
+# A tree of arrays, which is all that one pipeline stage sends to the next.
 class HiddenStates(NamedTuple):
     """The activations between two layers, and between two sections."""
 
@@ -146,6 +140,8 @@ class RunsLayers(Protocol):
         ...
 
 
+# Functions instead of arrays: stages other than the first do not embed, and each computes the context itself, as only
+# hidden states are sent.
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
@@ -171,29 +167,16 @@ class Trunk(Headless, Protocol):
     """A model with its head."""
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Runs the head on the output of the last section.
-
-        Returns:
-          The values of each loss, float32 [batch] or [batch, seq], not weighted; or their weighted sum, [], if the
-          batch has `LOSS_WEIGHTS`.
-        """
+        """Computes each loss from the output of the last section, float32 [batch] or [batch, seq], not weighted; or its
+        weighted sum, [], if the batch has `LOSS_WEIGHTS`."""
         ...
 
 
 def run_sections(
     trunk: Headless, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
 ) -> tuple[HiddenStates, dict[str, State]]:
-    """Runs a model up to its head.
-
-    Args:
-      trunk: the model.
-      batch: its arrays, [batch, ...].
-      keys: dropout keys.
-      states: of the layers of sections that have any, by the sections' names.
-
-    Returns:
-      The output of the last section, and every section's states, None where its layers have none.
-    """
+    """Runs a model up to its head; returns the output of the last section, and the states of the layers of each
+    section, None where they have none."""
     # T5's decoder embeds its input and reads the encoder's output: `embed` gets the hidden states of the section
     # before.
     hidden, after = None, {}
@@ -246,21 +229,13 @@ class TrunkLosses:
 
 
 def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
-    """Sums values over samples and tokens, weighted.
-
-    Args:
-      values: by name, [batch, ...] or [batch, seq, ...]; or [] if they are a weighted sum already.
-      weights: by name, [batch] or [batch, seq]; values without a weight are left out.
-
-    Returns:
-      [...] by name: scalars for losses.
-    """
+    """Sums values over samples and tokens, [batch, ...] or [batch, seq, ...] by name, weighted: to scalars for losses.
+    Those without a weight are left out."""
 
     def one(values: Array, weights: Array) -> Array:
         """Sums a loss times its weights, [batch, seq] each, or of samples."""
-        # Summed already, with its gradients (`LOSS_WEIGHTS`).
         if not values.ndim:
-            return values
+            return values  # summed already, with its gradients (`LOSS_WEIGHTS`)
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
         return (values * each).sum(range(weights.ndim))
 
@@ -271,8 +246,8 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
 class LanguageModel(Trunk, Protocol):
     """A model that a train step can train: a language model, or one with another head for finetuning.
 
-    It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by
-    `loss_weights`; the sum of the losses is minimized.
+    A loss, of one or several by name, is the mean of its values over the global batch, weighted by `loss_weights`; the
+    sum of the losses is minimized.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:

@@ -5,9 +5,8 @@ along `layers`, and one traced program runs all of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -18,8 +17,6 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model, Parallel
-from mtjax.config.adapters import adapters_of
-from mtjax.config.layer_pattern import SHARED, SIDE_BY_SIDE
 from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.layout.stacks import LayerStack
 from mtjax.layout.stages import stack_order
@@ -30,52 +27,14 @@ from mtjax.models.recompute import LoopOverLayers, Recompute, loop_over_layers
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "transformer": ("attention", "mlp"),
-    "transformer with experts": ("attention", "experts"),
-    "transformer with cross-attention": ("attention", "cross", "mlp"),
-    # Of hybrid models (`mtjax.config.layer_pattern`).
-    "mamba": ("mamba",),
-    SIDE_BY_SIDE: ("mamba", "attention"),
-    "delta": ("delta",),
-    **dict.fromkeys(SHARED.values(), ("mamba",)),
-    "attention": ("attention",),
-    "mlp": ("mlp",),
-    "experts": ("experts",),
-    # Of Retro (`mtjax.families.retro.stacks`).
-    "retro": ("attention", "chunked", "mlp"),
-    "retro after its encoder": ("chunked", "mlp"),
-}
-"""Kind of layer -> its mixers, in the order in which they run."""
 
+def mixer_types(model: Model, kind: str) -> Mapping[str, type[Mixer]]:
+    """Returns the mixers of a kind of layer, by name, in the order in which they run."""
+    if kind == "transformer" and not (model.lora_rank or model.kv_lora_rank or model.attention_output_gate):
+        return {"attention": SelfAttention, "mlp": MLP}
+    from mtjax.models.mixers.registry import KINDS, MIXERS
 
-def _attention(model: Model) -> type[Mixer]:
-    """Selects the class of self-attention: latent, with an output gate, or plain; each with adapters or without."""
-    is_adapted = bool(adapters_of(model, "attention"))
-    if model.kv_lora_rank:
-        return _late("adapted_latent:AdaptedLatentAttention" if is_adapted else "latent_attention:LatentAttention")
-    if model.attention_output_gate:
-        return _late("adapted_gated:AdaptedGatedAttention" if is_adapted else "gated_attention:GatedSelfAttention")
-    return _late("adapted:AdaptedSelfAttention") if is_adapted else SelfAttention
-
-
-def _late(name: str) -> type[Mixer]:
-    """Imports a class of this package by the name of its file and its own: what a model does not have is not."""
-    return resolve_name(f"mtjax.models.mixers.{name}")
-
-
-MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
-    "attention": _attention,
-    "cross": lambda m: _late("chunked:NeighbourCrossAttention" if m.family == "retro" else "cross:CrossAttention"),
-    "chunked": lambda _: _late("chunked:ChunkedCrossAttention"),
-    "mlp": lambda model: _late("adapted:AdaptedMLP") if adapters_of(model, "mlp") else MLP,
-    "experts": lambda model: _late("adapted_experts:AdaptedExperts" if model.lora_rank else "experts:Experts"),
-    "mamba": lambda model: _late("adapted_recurrent:AdaptedMamba" if adapters_of(model, "mamba") else "mamba:Mamba"),
-    "delta": lambda m: _late(
-        "adapted_recurrent:AdaptedDeltaNet" if adapters_of(m, "delta") else "delta_net:GatedDeltaNet"
-    ),
-}
-"""Name of a mixer in a kind of layer -> returns its class for a model."""
+    return {name: MIXERS[name](model) for name in KINDS[kind]}
 
 
 class Layer(nnx.Module):
@@ -86,13 +45,13 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
-        """Draws the parameters of a layer of a kind in `KINDS`."""
-        self.mixers = KINDS[kind]
+        """Draws the parameters of a layer of this kind."""
+        mixers = mixer_types(model, kind)
+        self.mixers = tuple(mixers)
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         additions = (1 if model.layer_pattern else 2) * model.num_layers
         output_std = model.init_std / additions**0.5 if model.scaled_init else model.init_std
-        for name in self.mixers:
-            mixer = MIXERS[name](model)
+        for name, mixer in mixers.items():
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.
@@ -118,16 +77,7 @@ class Layer(nnx.Module):
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
         """Runs the mixers, which add their outputs to the residual stream: each in its turn, or in a parallel layer,
-        where all read the same hidden states, all at once.
-
-        Args:
-          x: hidden states.
-          context: with the layer's dropout keys.
-          states: of the mixers that have one, by name; None if none has.
-
-        Returns:
-          The hidden states, and the new states of the mixers that have one; None if none has.
-        """
+        where all read the same hidden states, all at once. `states` are by name; None if no mixer has one."""
         if self.is_parallel:
             from mtjax.models.parallel_residual import run_side_by_side
 
@@ -178,17 +128,8 @@ class Stack(nnx.Module):
         key: Array,
         layer_type: type[Layer] = Layer,
     ) -> None:
-        """Draws the parameters.
-
-        Args:
-          model: sizes.
-          dtype: of the products.
-          own: kind and numbers of the layers.
-          recompute: what each layer saves for its backward pass.
-          parallel: which layers each stage has.
-          key: split into one for each layer of the section.
-          layer_type: class of the layers.
-        """
+        """Draws the parameters; `key` is split into one for each layer of the section, `parallel` says which of them
+        each stage has, and `dtype` is that of products."""
         self.path = own.path
         self.order = stack_order(own, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
         # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
@@ -196,7 +137,7 @@ class Stack(nnx.Module):
         if not self.order.is_plain or own.layers < len(keys):
             # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(self.order.flat, 0)]
-        draw = partial(_draw_layer, layer_type, model, dtype, own.kind)
+        draw = lambda key: layer_type(model, dtype, kind=own.kind, key=key)  # noqa: E731
         # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
         if num_shards("layers") == 1:
             self.layers = jax.vmap(draw)(keys)
@@ -207,32 +148,16 @@ class Stack(nnx.Module):
         self.recompute = recompute
 
     def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
-        """Returns the function of hidden states that runs all layers one after the other.
+        """Returns the function that runs all layers one after the other: (hidden states) -> hidden states, new states.
 
-        Args:
-          context: other inputs of all layers.
-          states: the layers' states, each array stacked along `layers`; None in training.
-
-        Returns:
-          (hidden states) -> the hidden states, and the layers' new states, stacked likewise; None where no layer has
-          any.
+        States are stacked along `layers`; None in training, and where no layer has any.
         """
         layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
         return loop_over_layers(partial(run_layer, context), layers, self.recompute)
 
 
-def _draw_layer(layer_type: type[Layer], model: Model, dtype: jax.typing.DTypeLike, kind: str, key: Array) -> Layer:
-    return layer_type(model, dtype, kind=kind, key=key)
-
-
 def run_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
-    """Runs one layer, with its number and its dropout keys.
-
-    Args:
-      context: of all layers.
-      x: hidden states, [batch, act_seq, embed].
-      inputs: of the layer; its parameters, a `Layer`, are perhaps wrapped: they are gathered here.
-    """
+    """Runs one layer, with its number and its dropout keys, on hidden states [batch, act_seq, embed]."""
     # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
     return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
 

@@ -80,6 +80,7 @@ def first_factor(sizes: Mapping[str, int], num_inputs: int, key: Array) -> nnx.P
       num_inputs: numbers that a number of its product sums.
       key: that of the weight.
     """
+    # peft's Kaiming uniform with a = sqrt(5) is uniform within inputs^-0.5.
     drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(sizes.values()), out_sharding=spec(*sizes))
     return nnx.Param(num_inputs**-0.5 * (2 * drawn - 1), axes=tuple(sizes))
 
@@ -113,6 +114,7 @@ def lora_input_dropout(
 ) -> Array:
     """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after its
     sequence."""
+    # On the adapter's input alone, as in peft: the frozen product reads everything.
     dims = ("batch", sequence, *names)
     return dropout(x, low.dropout, context.dropout_keys, site, dims, positions=context.positions)
 

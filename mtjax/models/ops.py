@@ -87,8 +87,7 @@ class Linear(nnx.Module):
 
 
 def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
-    """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
-    None for none."""
+    """Builds the weight of a norm, for a value of the setting norm_weight; at first the norm multiplies by 1."""
     return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
 
 
@@ -103,13 +102,7 @@ class LayerNorm(nnx.Module):
     """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
 
     def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        dtype: jax.typing.DTypeLike,
-        *,
-        weight: str = "scale",
-        bias: bool = True,
+        self, size: int, epsilon: float, dtype: jax.typing.DTypeLike, *, weight: str = "scale", bias: bool = True
     ) -> None:
         """Builds a factor of 1 and bias 0; `weight` is a value of the setting norm_weight."""
         self.weight_kind = weight
@@ -145,18 +138,10 @@ def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, 
 
 
 def _layer_norm_backward(epsilon: float, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Computes gradients as autodiff does.
+    """Computes gradients of x [..., embed] and scale [embed], as autodiff does, from the float32 gradient.
 
     With n the normalized x, r = 1 / sqrt(variance + epsilon) and g = gradient * scale:
     `dx = r (h - mean(h))` where `h = g - n mean(g n)`, and `d scale = sum over tokens of gradient * n`.
-
-    Args:
-      epsilon: added to the variance.
-      saved: x [..., embed] and scale [embed].
-      gradient: float32 [..., embed].
-
-    Returns:
-      Gradients of x and scale.
     """
     x, scale = saved
     # XLA: without the barrier, the statistics are fused into the kernel of the terms of the scale's gradient, which are
@@ -271,20 +256,15 @@ def dropout(
     saved_as: str = DROPOUT_MASK,
     positions: Int[Array, " seq"] | None = None,
 ) -> Array:
-    """Zeroes a fraction `rate` of `x` and divides the remaining elements by the probability of keeping them.
-
-    The probability is 1 - `rate`, rounded to a multiple of 2^-16. Returns `x` when `keys` is None or `rate` 0.
+    """Zeroes a fraction `rate` of `x` [batch, ...] and divides the others by the probability of keeping them, which is
+    1 - `rate`, rounded to a multiple of 2^-16. Returns `x` when `keys` is None or `rate` 0.
 
     Args:
-      x: [batch, ...].
-      rate: fraction that is dropped.
-      keys: one per sample, so that what is dropped does not depend on the mesh, the microbatch size or the number of
-        processes.
+      keys: one per sample, so that what is dropped depends on neither mesh, microbatch size nor processes.
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
       saved_as: name of the mask in the policies of `mtjax.models.recompute`.
-      positions: of x's second dimension in the entire sample, of which a rank may have some tokens; 0, 1, ... when
-        None.
+      positions: of x's second dimension in the entire sample, of which a rank may have some; 0, 1, ... when None.
     """
     if keys is None or rate == 0:
         return x

@@ -64,6 +64,7 @@ class PatternStacks:
                     (x, carried), report = loop.run(run, done, (x, carried))
             reports += [] if report is None else [report]
         with jax.named_scope("layers"):
+            # Behind the last loop: there the backward pass begins, with the accumulators.
             x = seed_cotangents(loop.sums, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
@@ -91,6 +92,7 @@ class PatternStacks:
         given = {}
         for letter, stack in self.stacks.items():
             own = layer_slice(stack, None)
+            # One, as `_can_prefetch` requires that all layers save the same.
             (loop,) = loops_of(len(own.numbers), own.recompute)
             given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, own.numbers)
         with jax.named_scope("layers"):
@@ -117,6 +119,7 @@ class PatternLoop:
     @classmethod
     def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "PatternLoop":
         """Prepares the loops over layers of these stacks."""
+        # Without prefetch, what ZeRO-1 and 2 keep for both passes is gathered before the loops.
         split = {letter: split_accumulators(gather_upfront(stack.layers)) for letter, stack in stacks.items()}
         carried = {letter: jax.tree.leaves(differentiable_shards(layers)) for letter, (layers, _) in split.items()}
         sums = {
@@ -193,13 +196,6 @@ class PatternLoop:
 
 
 def _in_order(states: list[State]) -> State:
-    """Stacks the states of a loop in the order of its layers.
-
-    Args:
-      states: of each layer of an iteration, [iterations, ...].
-
-    Returns:
-      Of all layers, [layers, ...].
-    """
+    """Stacks the states of a loop, [iterations, ...] of each layer of an iteration, in the order of all layers."""
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)

@@ -78,6 +78,7 @@ def with_predictions(model: Model, parts: dict[str, Array]) -> dict[str, Array]:
     they compare with the model's own, and the counters of their experts as rows behind those of the other layers."""
     for number in range(1, model.mtp_num_layers + 1):
         parts = parts | {loss_name(number): parts[loss_name(number)] / coefficient(model)}
+    # Counters of all layers are one array, in which the metrics number the layers.
     for name in COUNTS:
         if (rows := parts.get(f"{PREFIX}{name}")) is not None:
             joined = jnp.concatenate([parts[name], rows])

@@ -46,20 +46,15 @@ def project(
     by_sample: bool = False,
     rule: ProductRule | None = None,
 ) -> Float[Array, "batch seq ..."]:
-    """Computes `x W + b` in the type of x.
+    """Computes `x W + b`, [batch, seq, *outputs], in the type of x, [batch, seq, *inputs].
 
     Args:
-      x: [batch, seq, *inputs].
       weight: [*inputs, *outputs]: an array; a `StoredWeight`, without gradients; or a `QuantizedWeight`, for a `rule`.
-      bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
       save_for_backward: whether layers that save their products save this one; else it is recomputed.
       by_sample: whether it is saved batch-major, for consumers that read it sample by sample, such as attention.
-      rule: computes the product of x and W, in the place of `product`, and their gradients; for example in 8 bits.
-
-    Returns:
-      [batch, seq, *outputs].
+      rule: computes the product, and its gradients, in the place of `product`; for example in 8 bits.
     """
     if is_unrolled() and isinstance(weight, Array):
         from mtjax.models.project_apart import computes_apart, project_apart
@@ -140,13 +135,9 @@ def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one .
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
-    """Computes `x W`.
+    """Computes `x W` in the type of x; the gradient of W is computed in the type of W.
 
-    Args:
-      dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
-      sharding: of the result.
-      x: activations.
-      weight: cast to the type of x; its gradient is computed in the type of the weight.
+    `dims` are (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
     """
     # XLA: a custom vjp, because autodiff computes the weight's gradient as the transpose of (gradient)' x, which takes
     # twice as long on CPUs as x' (gradient).
@@ -164,17 +155,7 @@ def _product_forward(
 def _product_backward(
     dims: tuple[str, ...], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    """Computes `dx = g W'` and `dW = x' g`.
-
-    Args:
-      dims: (row, inner, outer).
-      _: sharding of the product.
-      saved: x [row, inner] and W [inner, outer].
-      gradient: g, [row, outer].
-
-    Returns:
-      Gradients of x and W, in their shapes and shardings.
-    """
+    """Computes `dx = g W'` and `dW = x' g`, in the shapes and shardings of x and W, from g [row, outer]."""
     row, inner, outer = dims
     x, weight = saved[0], saved[1].astype(saved[0].dtype)
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
@@ -188,13 +169,8 @@ def _product_backward(
     inner, x, weight = merge_both(inner, (x, len(row)), (weight, 0))
     row, x, gradient = merge_both(row, (x, 0), (gradient, 0))
     merged_spec = jax.typeof(weight).sharding.spec
-    weight_gradient = jnp.einsum(
-        f"{row}{inner},{row}{outer}->{inner}{outer}",
-        x,
-        gradient,
-        out_sharding=merged_spec,
-        preferred_element_type=saved[1].dtype,
-    )
+    letters, in_type = f"{row}{inner},{row}{outer}->{inner}{outer}", saved[1].dtype
+    weight_gradient = jnp.einsum(letters, x, gradient, out_sharding=merged_spec, preferred_element_type=in_type)
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
 
 

@@ -24,12 +24,7 @@ from jax import Array, lax
 from mtjax.config import Training
 from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
-from mtjax.sharding.gradients import (
-    accumulate_grads_into,
-    seed_cotangents,
-    split_accumulators,
-    zeros_like_shards,
-)
+from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.zero import gather_upfront
 
@@ -62,10 +57,8 @@ traced_layer: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]]
 
 
 def is_unrolled() -> bool:
-    """Returns whether the traced layer is in no loop over layers.
-
-    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it is read in place.
-    """
+    """Returns whether the traced layer is in no loop over layers."""
+    # XLA: what a loop's body slices and concatenates is written out at its boundaries; else it is read in place.
     return traced_layer.get() != "in a loop"
 
 
@@ -120,24 +113,13 @@ class Recompute:
 def loop_over_layers(
     run: RunLayer, inputs: LayerInputs, recompute: Recompute, first: Array | None = None
 ) -> LoopOverLayers:
-    """Chooses the loop that suits the layers' parameters and the recompute policy.
+    """Chooses the loop that suits the parameters of the layers, [layers, ...], and the recompute policy.
 
-    - Unstacked parameters: no loop, a Python `for` (`unroll_layers`).
-    - Communication that can be overlapped with computation: `scan_with_prefetch`.
-    - Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run:
-      `scan_accumulating`.
-    - Else a plain `lax.scan`.
-
-    Args:
-      run: one layer.
-      inputs: of the layers, stacked, [layers, ...].
-      recompute: what each layer saves for its backward pass.
-      first: index of the first layer to run, where the stack of parameters holds more; None where it holds just these.
-
-    Returns:
-      The function that runs the layers one after the other.
+    `first` is the index of the first layer to run, where the stack of parameters holds more; None where it holds just
+    these.
     """
     layers, numbers, states = inputs
+    # Unstacked parameters: no loop, a Python `for`.
     if recompute.unrolls:
         from mtjax.models.unrolled import run_unrolled
         from mtjax.sharding.unstack import unstacked_layers
@@ -146,7 +128,8 @@ def loop_over_layers(
             return partial(run_unrolled, run, recompute, inputs._replace(parameters=unstacked))
     loops = loops_of(len(numbers), recompute)
     layers, sums = split_accumulators(layers)
-    # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
+    # Communication that can be overlapped with computation: a loop with prefetch, which runs a stack from its first to
+    # its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
     has_one_policy = len(loops) == 1 or any(recompute.unquantized)
     if has_one_policy and recompute.group == 1 and not prevents_prefetch and can_prefetch(layers):
@@ -160,6 +143,7 @@ def loop_over_layers(
         from mtjax.models.recompute_methods import scan_groups
 
         return partial(scan_groups, run, recompute.group, stack, loops, sums, first)
+    # Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run.
     if len(loops) > 1 or sums is not None or first is not None:
         return partial(scan_accumulating, run, stack, loops, sums, first)
     return partial(lax.scan, loops[0].saved(run), xs=stack)
@@ -178,11 +162,7 @@ def as_it_is(run: Any) -> Any:
 
 
 def loops_of(count: int, recompute: Recompute) -> list[Loop]:
-    """Returns the loops over layers; a group is one iteration.
-
-    Raises:
-      UserError: the layers are not a multiple of the group.
-    """
+    """Returns the loops over layers; a group is one iteration, and a UserError if it does not divide the layers."""
     if recompute.is_uniform:
         saving = save_input if recompute.kind == "full" else partial(save_products, kind=recompute.kind)
         return [Loop(saving, count, as_it_is)]
@@ -196,22 +176,15 @@ def scan_accumulating(
 ) -> tuple[Array, States]:
     """Runs several loops over one stack; each backward iteration adds its layer's gradients to accumulators in place.
 
-    Autodiff of `lax.scan` would stack the gradients of each loop, and the compiler concatenate these stacks and add
-    them to `sums`: two or three times the memory. Instead, loops carry the stack, unchanged, for the sake of its
-    cotangent, which begins as `sums` and is updated in place. An iteration reads its layer from a copy without
-    gradient.
-
     Args:
-      run: one layer.
       stack: parameters [layers of the stack, ...], and numbers and states of the layers to run, [layers, ...].
-      loops: over its layers.
       sums: accumulators, float32 [layers of the stack, ...]; zeros when None.
       offset: index in the stack of the first layer to run; 0 when None.
-      x: input of the first layer, [batch, act_seq, embed].
-
-    Returns:
-      The output of the last layer, and the layers' states, stacked.
     """
+    # Autodiff of `lax.scan` would stack the gradients of each loop, and the compiler concatenate these stacks and add
+    # them to `sums`: two or three times the memory. Instead, loops carry the stack, unchanged, for the sake of its
+    # cotangent, which begins as `sums` and is updated in place. An iteration reads its layer from a copy without
+    # gradient.
     layers, *scanned = stack
     # Gradients go through `carried` alone: the cotangent of an indexed stack would be as large as the stack.
     fixed = jax.tree.map(lax.stop_gradient, layers)

@@ -57,6 +57,7 @@ def run_in_order(
     """
     # A custom_vjp may not close over tracers such as attention's mask: those of `runs` become arguments.
     example = LayerInputs(layers[0], numbers[0], states[0])
+    # Equal layers are traced once.
     closed = {run: jax.closure_convert(run, x, example) for run in dict.fromkeys(runs)}
     saved = {run: (saving(function), constants) for run, (function, constants) in closed.items()}
     after, tokens = [], OrderTokens(_no_token(x), _no_token(x))
@@ -92,10 +93,9 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def gradients_in_turn(run: Run) -> Run:
-    """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed.
-
-    XLA: would compute many of them after the backward pass of all layers, and hold for each what it is computed from.
-    """
+    """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed."""
+    # XLA: it would compute many of them after the backward pass of all layers, and hold for each what it is computed
+    # from.
 
     def in_turn(x: Array, inputs: LayerInputs) -> tuple[Array, Tree]:
         x, layer = _in_turn(x, materialize(inputs.parameters))
@@ -125,6 +125,7 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 def _no_token(x: Array) -> Array:
     """Returns zeros of the type of a token."""
     count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes())
+    # A number for each rank along explicit axes: one for all of them would need a reduction.
     zeros = jnp.zeros((count,), jnp.float32)
     return varying_like(reshard(zeros, _over_ranks()) if explicit_axes() else zeros, x)
 

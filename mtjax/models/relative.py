@@ -33,6 +33,7 @@ class RelativeBias(nnx.Module):
 
     def at(self, positions: Int[Array, "batch seq"], length: int) -> Float[Array, "batch heads seq key_seq"]:
         """Computes float32 biases of a decoder's queries at these positions, to keys at 0, 1, ... `length` - 1."""
+        # In decode there are few queries, and no gradient.
         biases = self.table[...].at[self._buckets(positions[:, :, None] - jnp.arange(length), is_causal=True)]
         return biases.get(out_sharding=spec("batch", "seq", "key_seq", "heads")).transpose(0, 3, 1, 2)
 

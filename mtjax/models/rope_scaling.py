@@ -44,6 +44,7 @@ def _yarn(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
     if model.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
+    # Not divided by 0 where both bounds are one pair, as in YaRN's code.
     scaled = np.clip((np.arange(width // 2) - first) / max(last - first, 0.001), 0, 1)
     return scaled * frequency / model.rope_factor + (1 - scaled) * frequency
 

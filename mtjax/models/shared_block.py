@@ -138,11 +138,13 @@ class SharedLayer(Layer):
         """See `Layer.__call__`; the states are those of the block's attention and of Mamba-2."""
         assert context.shared is not None
         before, mamba = states or {}, getattr(self, self.mixers[0])
+        # A block is one module for all layers: it finds the adapters of the layer that runs it in the context.
         own = dataclasses.replace(context, shared=dataclasses.replace(context.shared, layer=self))
         read, cache = context.shared.blocks[self.block](x, own, before.get("attention"))
         with jax.named_scope("projection"):
             read = self.projection(read)
         with jax.named_scope(mamba.scope):
+            # What the block has read enters Mamba-2's input alone: the sum below has x without it.
             mixed, state = mamba(self.normalize("mamba_norm", x + read), context, before.get("mamba"))
             x = self.add(x, scaled(mixed, self.output_scales["mamba"]), mamba, context)
         return x, None if state is None else {"attention": cache, "mamba": state}
@@ -165,5 +167,6 @@ def _attention_products(model: Model) -> dict[str, ProductSizes]:
 
 def _wide(model: Model) -> Model:
     """Returns the settings of what reads hidden states and embeddings side by side."""
+    # Explicit, as their defaults follow from hidden_size, which is doubled.
     widths = {"head_dim": head_dim(model), "num_kv_heads": num_kv_heads(model)}
     return dataclasses.replace(model, hidden_size=2 * model.hidden_size, **widths)

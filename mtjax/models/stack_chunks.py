@@ -45,6 +45,7 @@ def layer_slice(stack: Stack, chunk: Chunk | None) -> LayerSlice:
         return LayerSlice(jnp.asarray(stack.order.flat), stack.recompute)
     # `order.numbers` is [stages, chunks, layers of a chunk]. On a stage, parameters are stacked chunk by chunk.
     order = stack.order
+    # Traced: all stages run one program, and differ in their layers' numbers.
     numbers = jnp.asarray(order.numbers)[chunk.stage, chunk.number]
     first = chunk.number * order.places if len(order.numbers[0]) > 1 else None
     return LayerSlice(numbers, in_chunk(stack.recompute), run_padded_layer if order.is_padded else run_layer, first)
@@ -69,6 +70,7 @@ def scatter_counts(
     """Moves the counters of a chunk's layers to their positions among all layers of the stack; zeros elsewhere."""
     all_layers = jnp.asarray(sorted(set(stack.order.flat) - {PADDING}))
     numbers = jnp.asarray(stack.order.numbers)[chunk.stage, chunk.number]
+    # A comparison, not a scatter: padding must go nowhere, and as an index -1 is the last layer.
     is_same = (all_layers[:, None] == numbers).reshape(-1, len(numbers), *(1,) * (counts.ndim - 1))
     return jnp.where(is_same, counts, 0).sum(1)
 
@@ -77,4 +79,5 @@ def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tu
     """Runs a layer as `run_layer` does; returns the hidden states unchanged where its number is `PADDING`."""
     layer, number, state = inputs
     own = context_of_layer(context, number)
+    # Materialized in the branch: nothing is gathered for padding.
     return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)

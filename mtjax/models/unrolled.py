@@ -37,6 +37,8 @@ def run_unrolled(run: RunLayer, recompute: Recompute, inputs: LayerInputs, x: Ar
     layers, numbers, states = inputs
     each = [jax.tree.map(lambda a, i=i: a[i], states) for i in range(len(layers))]
     loops, after = loops_of(len(layers), recompute), []
+    # The first layers: those that recompute from their inputs run by `run_in_order`, which orders their backward
+    # passes.
     from_input = _saving_input(recompute, len(layers))
     with unrolled_layers(layers):
         if from_input:

@@ -44,6 +44,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     """Returns a hint if one setting alone prevents flash attention: dropout of attention's probabilities, or with
     separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
+    # What the kernel would be without dropout, if it is asked for and if it is not.
     asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
     # A kernel that was chosen by name is not questioned.
     if (plan.flash_attention and not plan.pallas_attention) or run.model.attention not in ("auto", "cudnn"):

@@ -61,19 +61,17 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
     return parameters(anatomy) * WEIGHT_BYTES[precision]
 
 
-def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
-    """Returns the bytes of the KV cache: `2 l k L` elements per sequence, less in layers with a window, and with
-    cross-attention also the encoder's; and of the states of state-space layers."""
+def cache_bytes(anatomy: Anatomy, batch: int, context: int) -> float:
+    """Returns the bytes of the KV cache in 16 bits: `2 l k L` elements per sequence, less in layers with a window, and
+    with cross-attention also the encoder's; and of the states of state-space layers."""
     elements = sum(
         part.kv_elements(kept)
         for stack in anatomy.decoder_stacks
         for kept in _kept(anatomy, stack, context)
         for part in stack.parts
     )
-    states = sum(
-        stack.layers * part.state_bytes(1, element_bytes) for stack in anatomy.decoder_stacks for part in stack.parts
-    )
-    return batch * (elements * element_bytes + states)
+    states = sum(stack.layers * part.state_bytes(1, 2) for stack in anatomy.decoder_stacks for part in stack.parts)
+    return batch * (2 * elements + states)
 
 
 def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
@@ -206,6 +204,7 @@ def generation(
 ) -> Generation:
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
+    # V100 has no bfloat16.
     rate = tensor_degree * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
     # In decoding each step reads all weights and caches once, whatever it computes: reading them is the bound of small
     # batches.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import matplotlib
 
+# Before anything else of matplotlib: its default looks for a display.
 matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
@@ -61,6 +62,7 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
         if model > server.gpus or plan.global_batch_size % data:
             continue
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
+        # Context and expert parallel ranks become data parallel ones, so that all bars are of these three axes.
         mesh = MeshShape(data=data, stage=plan.stages, model=model)
         option = replace(plan, mesh=mesh, microbatch_size=microbatch)
         if not any(problems(anatomy.model, option)):
@@ -70,7 +72,7 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
 
 def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> None:
     """Plots the memory components, one stacked bar per mesh."""
-    choices = mesh_choices(anatomy, plan, server)
+    choices = mesh_choices(anatomy, plan, server) or [plan]
     names = [f"{p.data_degree}x{p.stages}x{p.tensor_degree}" for p in choices]
     parts = [memory_parts(peak_stage_memory(anatomy, p)) for p in choices]
     bottom = [0.0] * len(choices)
@@ -99,22 +101,24 @@ def weak_scaling(axes: Axes) -> None:
 
 def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
     """Plots the speed-up over one replica at a fixed global batch size, with the ideal and Amdahl's bound."""
-    counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.data_degree)]
+    # Ranks of a sharding group and expert parallel ranks are of one replica, and share its batch.
+    replica = plan.mesh.replica_shape
+    counts = [d for d in divisors(plan.global_batch_size // replica.batch_degree) if d <= max(64, plan.data_degree)]
     times = []
     for data in counts:
-        microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
-        while plan.global_batch_size % (data * microbatch):
+        share = plan.global_batch_size // (data * replica.batch_degree)
+        microbatch = min(plan.microbatch_size, share)
+        while share % microbatch:
             microbatch -= 1
         option = replace(plan, mesh=replace(plan.mesh, data=data), microbatch_size=microbatch)
         times.append(step_time(anatomy, option, server).total)
-    each = plan.stages * plan.tensor_degree
-    gpus = [d * each for d in counts]
+    gpus = [d * replica.size for d in counts]
     axes.plot(gpus, [times[0] / t for t in times], "o-", label="predicted")
     axes.plot(gpus, counts, ":", color="grey", label="ideal")
     bound = [amdahl_speedup(serial_share, d) for d in counts]
     axes.plot(gpus, bound, "--", color="tab:red", label=f"Amdahl, {100 * serial_share:g}% serial")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    title = f"Strong scaling, global batch {plan.global_batch_size}, {each} GPUs per replica"
+    title = f"Strong scaling, global batch {plan.global_batch_size}, {replica.size} GPUs per replica"
     axes.set(title=title, xlabel="GPUs", ylabel="speed-up over one replica")
     axes.legend(fontsize=8)

@@ -152,6 +152,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     points = []
     for run in _A100:
         anatomy = gpt(run.num_layers, run.hidden_size, run.num_heads, 2048, 51_200)
+        # The microbatch of 1 is replaced by the fastest that fits.
         plan = Plan(run.mesh, run.global_batch_size, 1, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
         best = _fastest(anatomy, plan, (1, 2, 4, 8, 16), DGX_A100_80, MEGATRON_2021, constants)
         points.append(Point(run.name, best, run.tflops, _speed(anatomy, best, DGX_A100_80, MEGATRON_2021, constants)))

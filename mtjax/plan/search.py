@@ -10,7 +10,6 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.memory import Memory, peak_stage_memory
-from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.timing import StepTime, least_seconds, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
@@ -241,9 +240,7 @@ def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, t
     return {n: each for n, each in shares.items() if each and max(each) * stages <= uneven * layers}
 
 
-def search(
-    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
-) -> Found:
+def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
     """All plans on `gpus`.
 
     `base` gives what is not searched: global batch, precision, attention kernel, dropout.
@@ -252,8 +249,8 @@ def search(
     limit = space.usable * server.gpu.memory
     fitting: list[Candidate] = []
     excessive: list[Candidate] = []
-    timed = partial(step_time, anatomy, server=server, software=software)
-    bounded = partial(least_seconds, anatomy, server=server, software=software)
+    timed = partial(step_time, anatomy, server=server)
+    bounded = partial(least_seconds, anatomy, server=server)
     for mesh in meshes(anatomy, base, gpus, server, space):
         for plan in variants(anatomy, base, mesh, space):
             if next(problems(anatomy.model, plan), None):
@@ -263,21 +260,19 @@ def search(
     return Found(fitting, excessive, limit)
 
 
-def best_plan(
-    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
-) -> Found:
+def best_plan(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
     """The result of `search`, if any plan fits.
 
     Raises:
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
-    found = search(anatomy, base, gpus, server, space, software)
+    found = search(anatomy, base, gpus, server, space)
     # Stages as unequal as one likes, only if no others fit: they wait for the fullest.
     if not found.fitting:
-        found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf), software)
+        found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf))
     if found.fitting:
         return found
-    near = nearest_feasible(anatomy, base, gpus, server, space, software)
+    near = nearest_feasible(anatomy, base, gpus, server, space)
     hint = (
         f"the nearest plan that fits is {describe(near.plan)}, {near.plan.mesh.size} GPUs"
         if near
@@ -296,10 +291,10 @@ def best_plan(
 
 
 def nearest_feasible(
-    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
+    anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None
 ) -> Candidate | None:
     """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
-    searched = (search(anatomy, base, n, server, space, software) for n in _counts_near(anatomy, base, gpus, server))
+    searched = (search(anatomy, base, n, server, space) for n in _counts_near(anatomy, base, gpus, server))
     return next((found.best for found in searched if found.fitting), None)
 
 
@@ -322,7 +317,6 @@ def gpus_within(
     days: float,
     server: Server,
     space: Space | None = None,
-    software: Software = MTJAX,
 ) -> Candidate:
     """The plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
 
@@ -336,10 +330,11 @@ def gpus_within(
     least = floor / (days * SECONDS_PER_DAY * server.gpu.peak[max(server.gpu.peak, key=lambda d: server.gpu.peak[d])])
     counts = _counts(anatomy, base, server, space)
     for count in (n for n in counts if n >= least):
-        found = search(anatomy, base, count, server, space, software)
+        found = search(anatomy, base, count, server, space)
+        # Ascending: the first number of GPUs that is fast enough is the smallest.
         if found.fitting and found.best.time.total * steps <= days * SECONDS_PER_DAY:
             return found.best
-    searched = (search(anatomy, base, count, server, space, software) for count in reversed(counts))
+    searched = (search(anatomy, base, count, server, space) for count in reversed(counts))
     largest = next((found.best for found in searched if found.fitting), None)
     if largest is None:
         raise UserError(

@@ -40,6 +40,7 @@ def columns(table: Timetable) -> list[Column]:
     """Returns the halves that are run, in the order of time."""
     pairs = enumerate(zip(table.forward, table.backward, strict=True))
     both = (Column(tick, bool(i), half) for tick, pair in pairs for i, half in enumerate(pair))
+    # Half of a tick in which no stage works is not run: `mtjax.sharding.pipeline.executor` skips it.
     return [column for column in both if any(column.half)]
 
 
@@ -48,6 +49,7 @@ def abridged(items: Sequence[Item], most: int) -> list[Item | None]:
     if len(items) <= most:
         return list(items)
     first = most // 2
+    # One place is the mark of what is left out.
     last = most - 1 - first
     return [*items[:first], None, *items[len(items) - last :]]
 

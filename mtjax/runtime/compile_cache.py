@@ -97,6 +97,7 @@ class CompileCache:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # cached programs run in this process
             if not os.access(folder, os.W_OK | os.X_OK):
+                # It is still read from.
                 self.note = f"new compiled programs are not cached: {folder} can't be written to"
             elif self._is_ours:
                 remove_least_recent(folder, self._limit)

@@ -43,6 +43,7 @@ def attach_devices(mesh_shape: MeshShape, num_processes: int = 1) -> Mesh:
     if mesh_shape.size > 1 and on_cpus:  # XLA: it reads NPROC when it creates its devices
         threads = THREADS_PER_DEVICE * mesh_shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
+    # On a machine with GPUs, too: there the number of CPU devices has no effect.
     use_cpu_devices(mesh_shape.size // num_processes)
     devices = jax.devices()
     if devices[0].platform == "cpu" and mesh_shape.size // num_processes > MAX_CPU_DEVICES:

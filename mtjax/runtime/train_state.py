@@ -34,4 +34,5 @@ class State:
     @property
     def weights(self) -> Tree:
         """The parameters on the devices, where evaluations read them."""
+        # With `offload` parameters may be in the host's memory, and programs of evaluations read the device's alone.
         return copied_to_device(self.parameters)

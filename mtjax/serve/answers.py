@@ -17,7 +17,7 @@ from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.serve.api_error import ApiError, as_json, json_response
 from mtjax.serve.fields import Fields, invalid_value, strings_or_one
 from mtjax.serve.host import PendingResponse, TextEvent
-from mtjax.serve.service import Service, random_seed, unless_disconnected
+from mtjax.serve.service import Service, answered, random_seed
 
 MOST_SAMPLES = 128
 """Maximum of `n`."""
@@ -115,6 +115,7 @@ class Texts:
         self, service: Service, fields: CommonFields, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any
     ) -> None:
         self._service, self._fields, self._prompts = service, fields, prompts
+        # Created here, as its timeout includes the time in the queue.
         self._pending = service.pending_response()
         self._texts = [
             service.completion(
@@ -130,17 +131,14 @@ class Texts:
         Raises:
           ApiError: the texts are rejected, or not done before the timeout.
         """
+        # Only a stream reads pieces; a full response waits for the ends of texts.
         if self._fields.stream:
             for index, text in enumerate(self._texts):
                 text.on_piece = partial(self._put_piece, index, text)
         self._service.host.submit(self._pending, [text.request for text in self._texts])
         if self._fields.stream:
             return EventStream(self._events(form), self._service, self._pending)
-        try:
-            return await unless_disconnected(request.receive, self._full_response(form))
-        # Texts of a client that has gone would keep their slots until their last token.
-        finally:
-            self._service.host.cancel(self._pending)
+        return await answered(self._service.host, self._pending, request.receive, self._full_response(form))
 
     def _put_piece(self, index: int, text: Completion, piece: Piece) -> None:
         # Pieces of an echoed prompt come before the first piece of the text.
@@ -189,6 +187,7 @@ class Texts:
         }
 
     def _usage(self, form: ResponseFormat) -> dict[str, int]:
+        # Once for each prompt, however many texts continue it, as in OpenAI's API.
         prompt_tokens = sum(map(len, self._prompts))
         # The engine generates a token in any case.
         pieces = (piece for text in self._texts for piece in text.pieces) if form.has_text else ()

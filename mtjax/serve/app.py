@@ -55,6 +55,7 @@ def make_app(service: Service) -> ASGIApp:
     async def on_http_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.url.path, request.method
+        # Starlette's own answers are plain text, not OpenAI's JSON.
         message = f"unknown path {path[:200]!r}{nearest(path, paths)}"
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")

@@ -58,6 +58,7 @@ async def create_chat_completion(service: Service, request: HttpRequest) -> Resp
         fields.integer("max_tokens", 1, 2**31),
         fields.integer("max_completion_tokens", 1, 2**31),
     )
+    # OpenAI renamed the field: a request with both is served if they agree.
     if None not in (max_tokens, max_completion_tokens) and max_tokens != max_completion_tokens:
         message = f"max_tokens is {max_tokens} and max_completion_tokens is {max_completion_tokens}: send one of them"
         raise ApiError(400, message, "max_tokens")
@@ -167,6 +168,7 @@ class ChatFormat:
 
     def piece_choice(self, index: int, piece: Piece, is_prompt: bool) -> dict[str, Any] | None:
         """Returns a delta with the piece's text; None if it has neither text nor log-probabilities."""
+        # A token within a character or a stop sequence adds no text, but has a log-probability.
         has_content = piece.text or self._top_logprobs is not None
         return {"delta": {"content": piece.text}, "logprobs": self._logprobs([piece])} if has_content else None
 

@@ -77,6 +77,7 @@ def load(options: Options, processes: int) -> Loaded:
     model = load_model(
         options.source,
         *given,
+        # Only this replica's devices: `model.on` copies the weights to the others from memory.
         devices=local[0].mesh,
         storage=options.storage,
         state_snapshots=options.state_snapshots,

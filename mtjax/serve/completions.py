@@ -61,6 +61,7 @@ async def create_completion(service: Service, request: HttpRequest) -> Response:
         [prompt.ids for prompt in prompts],
         replace(common.sampling, max_tokens=max_new_tokens),
         logprobs=with_logprobs,
+        # Without log-probabilities the prompt's text is known: nothing needs to be scored.
         echo=echo and with_logprobs,
         # Clients that score a prompt, such as lm-eval, expect exactly one token after it, even if it is a stop token.
         **({"stop_ids": frozenset[int]()} if echo and with_logprobs and max_new_tokens == 1 else {}),
@@ -126,6 +127,7 @@ class CompletionFormat:
 
     def _start(self, service: Service, prompt: Prompt) -> int:
         """Returns the text offset of a prompt's first token: below 0 if the tokenizer adds a token such as `<s>`."""
+        # So that the first token of the prompt's own text has the offset 0.
         return min(len(prompt.text) - len(service.tokens.decoder.decode(prompt.ids)), 0)
 
     def full_choice(self, index: int, text: Completion) -> dict[str, Any]:

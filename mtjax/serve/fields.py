@@ -21,7 +21,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
 
     def constant(name: str) -> Any:
-        # Python's parser accepts NaN and Infinity; NaN passes every comparison with a bound.
+        # Python's parser accepts NaN and Infinity, which JSON does not have.
         raise ValueError(f"{name} is not valid in JSON")
 
     try:
@@ -43,6 +43,7 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
+        # OpenAI's package sends null for what a caller sets to None.
         self._remaining = {name: value for name, value in values.items() if value is not None}
         self._known = set(without_effect)
         for name in without_effect:

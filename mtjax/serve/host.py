@@ -62,6 +62,7 @@ class PendingResponse:
     def call_in_loop(self, function: Any, *arguments: Any) -> None:
         """Calls a function in the event loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
+            # asyncio's queues are not safe from other threads.
             self._loop.call_soon_threadsafe(function, *arguments)
 
     async def events(self) -> AsyncIterator[TextEvent]:
@@ -190,6 +191,7 @@ class Host:
                 replica = self._least_busy()
                 counted = self._with_metrics(pending, index, request, now, replica)
                 self._engines[replica].submit(counted)
+                # `cancel` needs the request that the engine has, and engines compare by identity.
                 pending.requests[index] = counted
                 self._in_flight += 1
                 self.idle.clear()
@@ -238,6 +240,7 @@ class Host:
 
     def cancel(self, pending: PendingResponse) -> None:
         """Cancels the remaining texts of a response whose client has disconnected or has been answered."""
+        # Before the engines are told: a waiting beam search sees that its client has gone.
         self._pending.discard(pending)
         for request in pending.requests.values():
             for engine in self._engines:  # engines that do not have the request ignore it

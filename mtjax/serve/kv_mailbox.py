@@ -65,6 +65,7 @@ class Sender:
             with self._changed:
                 while not (self._items or self._closed):
                     self._changed.wait()
+                # All that has come while the last message was sent: a step's tokens need one message.
                 items, self._items = self._items, []
             if not items:
                 return

@@ -75,6 +75,7 @@ class LockstepLeader:
 
     def run(self, stopped: threading.Event | None = None) -> None:
         """Steps until no work is left; with `stopped`, until it is set, and then stops the other processes."""
+        # The first step may find work that was submitted before `run`.
         busy = True
         while True:
             with self._changed:
@@ -158,6 +159,7 @@ def follow(engine: Engine, replica: int) -> None:
         for number, fields in plan["join"]:
             on_end = lambda reason, number=number: requests.pop(number)  # noqa: E731
             requests[number] = request = request_from_json(fields, on_end=on_end)
+            # In the order of the plan: engines give slots in the order of their queues.
             engine.submit(request)
         for number in plan["end"]:
             # The request may have ended by its length since the leader planned to cancel it.

@@ -38,6 +38,7 @@ class CompletionLogprobs:
         if token.logprob is None:
             return None
         texts: dict[str, float] = {}
+        # Tokens of parts of a character may decode to the same replacement character: the likelier one stays.
         for index, logprob in [*token.top_logprobs.items()][: self._most]:
             texts.setdefault(self._tokens.text_of(index), logprob)
         # OpenAI's API adds the token itself if it is not among the most likely ones.

@@ -17,7 +17,7 @@ from mtjax.generate.beams import BeamSearch
 from mtjax.generate.request import Request, Sampling, Token, with_text_seed
 from mtjax.serve.api_error import ApiError, json_response
 from mtjax.serve.fields import Fields, checked_text, invalid_value
-from mtjax.serve.service import Service, random_seed, unless_disconnected
+from mtjax.serve.service import Service, answered, random_seed
 
 MOST_PROMPTS = 128
 TOKENS = 64
@@ -62,6 +62,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
     if service.host.is_encoder_decoder:
         raise ApiError(400, "this API needs a decoder-only model: use /v1/completions", "prompts")
     start = tokens.first if parsed.with_bos else []
+    # Without the tokens that a tokenizer adds: add_BOS says whether there is one.
     prompts = [start + await tokens.encode(prompt) for prompt in parsed.prompts]
     longest = max(map(len, prompts))
     service.max_new_tokens(longest, parsed.tokens or 1, "tokens_to_generate")
@@ -89,10 +90,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
             }
         )
 
-    try:
-        return await unless_disconnected(request.receive, full_response())
-    finally:
-        service.host.cancel(pending)
+    return await answered(service.host, pending, request.receive, full_response())
 
 
 async def respond_with_beams(
@@ -129,10 +127,7 @@ async def respond_with_beams(
             }
         )
 
-    try:
-        return await unless_disconnected(request.receive, full_response())
-    finally:
-        host.cancel(pending)
+    return await answered(host, pending, request.receive, full_response())
 
 
 def read(fields: Fields, eod: int) -> MegatronRequest:
@@ -190,6 +185,7 @@ def _sampling(fields: Fields) -> Sampling:
     temperature = fields.number("temperature", lambda value: 0 < value <= 100, "above 0 and at most 100")
     top_k = fields.integer("top_k", 0, MOST_TOP_K) or 0
     top_p = fields.number("top_p", lambda value: 0 <= value <= 1, "from 0 to 1") or 0.0
+    # As Megatron-LM's sampling.
     if top_k and top_p:
         raise ApiError(400, f"top_k is {top_k} and top_p is {top_p:g}: send one of them", "top_p")
     for name in ("top_p_decay", "top_p_bound"):
@@ -245,6 +241,7 @@ class ContinuedText:
     def request(self) -> Request:
         """Builds the engine's request, without stop tokens: `ends` decides, and the text includes the last token."""
         self.ids += self.prompt
+        # The engine generates at least one token; with tokens 0 `_on_token` drops it.
         sampling = replace(self.sampling, max_tokens=max(self.tokens, 1))
         listeners = {"on_prompt": self._on_prompt, "on_token": self._on_token}
         return Request(tuple(self.prompt), sampling, frozenset(), self.with_logprobs, self.with_logprobs, **listeners)

@@ -23,6 +23,7 @@ class Metrics:
     """
 
     def __init__(self, loads: Sequence[Callable[[], tuple[int, int]]], sequences: int) -> None:
+        # Not the global registry: tests run several servers in a process.
         self._registry = registry = CollectorRegistry()
         gauge = Gauge("mtjax_texts_waiting", "Texts that wait in the queue for a slot", registry=registry)
         gauge.set_function(lambda: sum(load()[0] for load in loads))

@@ -52,6 +52,7 @@ class RemoteReplica:
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of waiting and of running requests (estimated: slots are filled first)."""
+        # Process 0 does not ask the replica: it counts what it has sent and not got back.
         count = len(self._requests)
         running = min(count, self._sequences)
         return count - running, running

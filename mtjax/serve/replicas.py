@@ -40,6 +40,7 @@ def replicas_on(mesh_shape: MeshShape, processes: int) -> list[Replica]:
     """
     # local: devices of each process; each: devices of each replica.
     local, each = mesh_shape.size // processes, mesh_shape.replica_shape.size
+    # Another division is an error of its own in `attach_devices`.
     if not mesh_shape.size % processes and local % each and each % local:
         raise UserError(
             f"mesh {mesh_shape} gives each of {processes} processes {local} devices, and a replica has {each}: one "

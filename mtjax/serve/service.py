@@ -109,6 +109,7 @@ class Service:
             raise ApiError(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
         chunks, size = [], 0
         try:
+            # A client that sends a byte now and then would keep its connection forever.
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     size += len(chunk)
@@ -159,7 +160,16 @@ class Service:
         return Completion(self.tokens.decoder, tuple(prompt), sampling, **more)
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
+async def answered(host: Host, pending: PendingResponse, receive: Receive, work: Awaitable[Response]) -> Response:
+    """Awaits a response, and cancels its texts if it is not completed."""
+    try:
+        return await _unless_disconnected(receive, work)
+    finally:
+        # Texts of a client that has gone would keep their slots until their last token.
+        host.cancel(pending)
+
+
+async def _unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Response:
     """Awaits a response; cancels it if the client disconnects before."""
 
     async def disconnected() -> None:
@@ -173,6 +183,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Re
     finally:
         for task in (response, disconnect):
             task.cancel()
+        # Awaited after they were cancelled, or asyncio would report exceptions that nobody retrieved.
         await asyncio.gather(response, disconnect, return_exceptions=True)
 
 

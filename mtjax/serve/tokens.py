@@ -39,6 +39,7 @@ class Tokens:
     ) -> None:
         # A copy for decoding, which other threads may use while this one encodes.
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
+        # Compiled once: a template with a syntax error ends the command before it serves.
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_object(folder / CONFIG)
         self.first = first

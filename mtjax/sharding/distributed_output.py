@@ -1,4 +1,4 @@
-"""Computes a model's output, instead of its losses, for a global batch."""
+"""Computes a model's output, or its losses without gradients, for a global batch."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import varying_axes
-from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, mark_varying
+from mtjax.sharding.axes import REPLICATED, psum_varying, varying_axes
+from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, Sums, mark_varying
 from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any
@@ -31,6 +31,20 @@ def distributed_output(
         return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
 
     return region.map(local, batch, specs)(parameters, region.shard_batch(batch))
+
+
+def distributed_losses(
+    model: LossModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
+) -> Sums:
+    """Computes losses of a global batch, float32 scalars by name, without gradients."""
+
+    def local(parameters: Tree, batch: Tree) -> Sums:
+        """Runs on each rank."""
+        batch = region.mark_stage_varying(batch)
+        losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
+        return jax.tree.map(psum_varying, losses)
+
+    return region.map(local, batch, REPLICATED)(parameters, region.shard_batch(batch))
 
 
 def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:

@@ -92,9 +92,8 @@ class Differentiable:
         del more
         inputs = (query, key, value)
         out, vjp = jax.vjp(self.attend, *inputs)
-        residuals = jax.tree.leaves(vjp)
         # A residual of the vjp function, as the kernel's public call returns its log-sums in 16 bits.
-        return out, residuals[residual_index(residuals, (*inputs, out))]
+        return out, statistics_of(vjp, (*inputs, out))
 
     def backward(
         self,
@@ -109,9 +108,8 @@ class Differentiable:
         # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
         # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
         recomputed, vjp = jax.vjp(self.attend, *inputs)
-        leaves, tree = jax.tree.flatten(vjp)
-        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
-        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
+        again = statistics_of(vjp, (*inputs, recomputed))
+        return with_saved(vjp, (recomputed, out), (again, statistics))(gradient)
 
 
 @dataclass(frozen=True)
@@ -240,16 +238,8 @@ def _flash_forward(
 
 
 def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array | None, ...]:
-    """Runs the kernel's backward pass with the saved output and statistics.
-
-    Args:
-      ranks: static arguments.
-      saved: query, key and value, sinks, more inputs, output [batch, seq, heads, value_dim], and statistics.
-      gradient: of the output.
-
-    Returns:
-      Gradients of query, key, value and sinks, and the largest score of each head.
-    """
+    """Runs the kernel's backward pass with the saved output and statistics; returns the gradients of query, key, value
+    and sinks, and the largest score of each head, [heads], in place of a gradient."""
     inputs, sinks, more, out, statistics = saved
     dimensions = (4, 4, 4, 3) if ranks.observes else (4, 4, 4)
     found = ranks.map(ranks.kernel.backward, dimensions)(inputs, more, out, statistics, gradient)
@@ -268,7 +258,12 @@ def type_like(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *like: Array)
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
 
-def residual_index(leaves: list[Array], known: tuple[Array, ...]) -> int:
+def statistics_of(vjp: Any, known: tuple[Array, ...]) -> Array:
     """Finds the one residual of a kernel that is neither empty nor among its inputs and outputs, `known`."""
-    (index,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))
-    return index
+    (found,) = (leaf for leaf in jax.tree.leaves(vjp) if leaf.size and not any(leaf is a for a in known))
+    return found
+
+
+def with_saved(vjp: Any, *pairs: tuple[Array, Array]) -> Any:
+    """Returns a vjp function, which is a pytree of its residuals, with others: pairs of (residual, saved array)."""
+    return jax.tree.map(lambda leaf: next((saved for old, saved in pairs if leaf is old), leaf), vjp)

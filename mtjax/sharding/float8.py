@@ -97,6 +97,7 @@ class Placed:
 
 def current_scale(a: Array, kind: Any, digits: int) -> Float[Array, ""]:
     """Returns the scale that fits a tensor now: of all of its shards over explicit axes."""
+    # A maximum over explicit axes is an all-reduce: delayed scaling, which knows its scales before, has none.
     return fitting_scale(jnp.max(jnp.abs(a)), kind, digits)
 
 
@@ -202,6 +203,7 @@ def _product_backward(
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
     counts = None
     if scales is not None:
+        # The largest of each rank, in its own rows: one for all ranks would be an all-reduce for each product.
         counts = _counts(recipe, scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)))
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
@@ -213,6 +215,7 @@ def _product_backward(
     formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
     # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
     x_gradient = _scaled(recipe, formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
+    # Of the weight before its dimensions are merged.
     shape = saved[1].shape
     inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
@@ -257,6 +260,7 @@ def _counts(recipe: Recipe, scales: Scales, x_largest: Array, g_largest: Array) 
         repeats = scales.age.shape[1] // len(largest)
         place = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
         shape = (len(largest), repeats, count)
+        # A rank has several rows where heads outnumber ranks: the state is the same on every mesh.
         every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=place)
         return every.reshape(-1, count, out_sharding=PartitionSpec(place[0], None))
 

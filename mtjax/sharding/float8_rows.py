@@ -78,6 +78,7 @@ def _product(
     for letters, array, kind in zip(formula, (a, b), kinds, strict=False):
         along = tuple(i for i, letter in enumerate(letters) if letter in contracted)
         scale = fitting_scale(jnp.max(jnp.abs(array), axis=along, keepdims=True), kind, digits)
+        # XLA: it recognizes the pair of casts as an operand of 8 bits.
         operands.append(quantized(array, kind, scale).astype(a.dtype))
         inverses.append(inverse_of(scale.squeeze(along)))
     # Of more digits than one: products of the result and two scales are rounded once, from float32.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 Tree = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,11 @@ class ManualRegion:
         return jax.tree.map(lambda a: reshard(a, self.batch_spec(a.ndim)), batch)
 
     def map(self, local: Callable[[Tree, Tree], Tree], batch: Tree, results: Tree) -> Callable[[Tree, Tree], Tree]:
-        """Returns a function that runs `local` on every rank, with `model` explicit inside.
+        """Returns a function of parameters sharded as `storage_spec`, and of the result of `shard_batch`, that runs
+        `local` on every rank with its shards, with `model` explicit inside.
 
-        Args:
-          local: (this rank's shards of the parameters, its shard of the batch) -> results.
-          batch: arrays like those of the batch, [batch] or [batch, seq].
-          results: specs of what `local` returns; its values may vary only over the manual axes that these name.
-
-        Returns:
-          (parameters sharded as `storage_spec`, the result of `shard_batch`) -> results.
+        `batch` is like the batch; `results` has the specs of what `local` returns, whose values may vary only over the
+        manual axes that these name.
         """
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
         param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
@@ -112,7 +109,6 @@ def mark_varying(values: Tree, batch: Tree) -> Tree:
     return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)
 
 
-T = TypeVar("T")
 AddsUp = Callable[[ParamSpec], bool]
 """Whether the backward pass adds a gradient to its accumulator layer by layer, so that no full copy of it exists."""
 
@@ -123,7 +119,6 @@ class AccumulateInto:
     """A stack's parameter whose gradient is `accumulator` plus this microbatch's gradient."""
 
     parameter: Any
-    """An array, or one of the above."""
     accumulator: Any
     """The sum of earlier microbatches' gradients, float32."""
 
@@ -163,14 +158,7 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
 
 
 def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
-    """Separates a stack's parameters from their gradient accumulators.
-
-    Args:
-      layers: parameters, [layers, ...]; some are `AccumulateInto`.
-
-    Returns:
-      The parameters, and the accumulators in their order; None where there are none.
-    """
+    """Separates a stack's parameters from the accumulators of those that are `AccumulateInto`; None where none are."""
     # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
     sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
@@ -179,13 +167,8 @@ def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
 
 
 def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
-    """Returns both unchanged; in the backward pass, adds the layer's gradients to the cotangents of `stack`.
-
-    Args:
-      layer: parameters of one layer.
-      stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
-      index: the layer's position in the stack.
-    """
+    """Returns a layer and the `differentiable_shards` of all layers, [layers, ...] each, unchanged; in the backward
+    pass, adds the layer's gradients to the cotangents of `stack` at `index`."""
     # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
     shards, tree = jax.tree.flatten(differentiable_shards(layer))
     shards, stack = _tie(shards, stack, index)
@@ -273,16 +256,8 @@ class Accumulate:
     num_microbatches: int
 
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
-        """Computes losses and gradients of this rank's samples.
-
-        Args:
-          model: differentiated.
-          parameters: this rank's shards, varying over the axes over which the batch does.
-          batch: arrays [samples, ...], this rank's.
-          reduction: which gradients are reduced inside the backward pass; the caller reduces the others.
-
-        Returns:
-          The losses, and the float32 gradients of their sum, both summed over microbatches.
+        """Computes losses of this rank's samples, [samples, ...], and float32 gradients of their sum by its shards of
+        the parameters, both summed over microbatches; the caller reduces the gradients that the backward pass does not.
         """
         records, wrapped = reduction.records, reduction.wrap(parameters)
         prepared = self.prepare_parameters(records, wrapped)
@@ -290,7 +265,6 @@ class Accumulate:
         # shard's.
         shards = differentiable_shards(prepared)
         sums = self.zeros(records, wrapped, shards)
-        microbatches = self._microbatches(batch)
 
         def loss(shards: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
             """Computes the total loss of a microbatch by the differentiable shards."""
@@ -304,7 +278,7 @@ class Accumulate:
             return self.add(records, sums, gradients), losses
 
         # One trace for all microbatches; the carry is updated in place.
-        gradients, losses = lax.scan(accumulate, sums, microbatches)
+        gradients, losses = lax.scan(accumulate, sums, self._microbatches(batch))
         # Weights divide by the counts of the global batch, so that sums over microbatches are means.
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), gradients
 
@@ -345,14 +319,7 @@ class Accumulate:
 def distributed_gradients(
     model: LossModel, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule, reduction: Reduction
 ) -> Callable[[Tree, Tree], tuple[Sums, Tree]]:
-    """Returns the function that computes losses and gradients of a global batch.
-
-    Args:
-      model: differentiated; the weights of its losses already divide by global counts, so sums are means.
-      batch: a sharded batch, or arrays like it; only shapes are read.
-      region: in which it runs.
-      schedule: the order of microbatches.
-      reduction: how gradients of the trainable parameters are reduced.
+    """Returns the function that computes losses and gradients of a global batch like `batch`.
 
     Returns:
       (parameters sharded as `storage_spec`, the result of `region.shard_batch`) -> the losses by name, float32 scalars;
@@ -378,17 +345,3 @@ def distributed_gradients(
 
     results = PartitionSpec(), partition_specs(trained(records, records), "storage_spec")
     return region.map(local, batch, results)
-
-
-def distributed_losses(
-    model: LossModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
-) -> Sums:
-    """Computes losses of a global batch, float32 scalars by name, without gradients."""
-
-    def local(parameters: Tree, batch: Tree) -> Sums:
-        """Runs on each rank."""
-        batch = region.mark_stage_varying(batch)
-        losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
-        return jax.tree.map(psum_varying, losses)
-
-    return region.map(local, batch, PartitionSpec())(parameters, region.shard_batch(batch))

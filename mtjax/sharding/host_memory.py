@@ -12,11 +12,9 @@ PINNED = "pinned_host"
 
 
 class AbsentHost(NamedSharding):
-    """A sharding in the host memory of devices that are compiled for without being there.
+    """A sharding in the host memory of devices that are compiled for without being there."""
 
-    Such devices name no memories, and jax 0.10.2 drops a memory that a device does not have without an error.
-    """
-
+    # Such devices name no memories, and jax 0.10.2 drops a memory that a device does not have without an error.
     @property
     def memory_kind(self) -> str:
         """The host's memory."""
@@ -55,8 +53,6 @@ def copied_to_device(tree: Any) -> Any:
 def by_memory(function: Callable[[Any, tuple[Any, ...]], Any], tree: Any, own: tuple[Any, ...]) -> Any:
     """Applies a compiled function to a tree of arrays; if some are in the host's memory, to one array at a time.
 
-    Together they might not fit into the device's.
-
     Args:
       function: (tree, a value of each leaf) -> a tree alike.
       tree: arrays.
@@ -65,4 +61,5 @@ def by_memory(function: Callable[[Any, tuple[Any, ...]], Any], tree: Any, own: t
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_on_host, leaves)):
         return function(tree, own)
+    # Together they might not fit into the device's memory.
     return structure.unflatten([function(leaf, (value,)) for leaf, value in zip(leaves, own, strict=True)])

@@ -42,6 +42,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
 
     def local(shard: Array) -> Array:
         """Orthogonalizes the matrices of which this rank has a shard; returns its shard of the results."""
+        # Matrices last, so that an exchange splits the first dimension and joins one of the matrix's.
         order = (*matrices.stacked, *matrices.rows, *matrices.columns)
         turned = shard.astype(dtype).transpose(order)
         exchanges = [
@@ -57,13 +58,8 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
 
 
 def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tuple[int, Axes]]) -> Array:
-    """Exchanges shards [stacked dimensions, rows' and columns'] for entire matrices, and back.
-
-    Args:
-      shard: of this rank.
-      matrices: their dimensions.
-      exchanges: of each sharded dimension its index behind one dimension of matrices, and the mesh axes.
-    """
+    """Exchanges shards [stacked dimensions, rows' and columns'] for entire matrices, and back; `exchanges` are, of each
+    sharded dimension, its index behind one dimension of matrices, and the mesh axes."""
     stacked = len(matrices.stacked)
     x = shard.reshape(-1, *shard.shape[stacked:])
     count = x.shape[0]

@@ -41,6 +41,7 @@ class GradReduction:
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
 
+# A tree node in the place of a parameter: scans, `vmap` and the model's merge see its arrays, and know nothing of it.
 class WrappedParam:
     """A parameter with communication where it is used."""
 
@@ -64,10 +65,7 @@ class WrappedParam:
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
 @dataclass(frozen=True)
 class ReplicatedParam(WrappedParam):
-    """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`.
-
-    `reduction` may have no axes, for a parameter in the compute type: then its gradient is only cast to float32.
-    """
+    """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`."""
 
     array: Any
     """The parameter, perhaps a `QuantizedWeight`, or the `ShardedParam` from which it is gathered once per step."""
@@ -76,7 +74,7 @@ class ReplicatedParam(WrappedParam):
     spec: PartitionSpec
     """Of the parameter where it is used, without the leading `layers`."""
     reduction: GradReduction
-    """Likewise without the leading `layers`."""
+    """Likewise; it may have no axes, for a parameter in the compute type, whose gradient is only cast to float32."""
     dtype: str | None = None
     """Type to which it is cast where it is used; None: as it is."""
 
@@ -109,9 +107,9 @@ class ShardedParam(WrappedParam):
     """Likewise without the leading `layers`."""
     gather_dtype: str
     """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
+    # Of a layer's matrices that are not quantized it is `gather_dtype`, so that no second copy is saved.
     dtype: str
-    """Type of the gathered parameter, and of its gradient. For a layer's matrices that are not quantized it is
-    `gather_dtype`, so that no second copy is saved."""
+    """Type of the gathered parameter, and of its gradient."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
     cast: tuple[Any, ...] = ()
@@ -146,6 +144,7 @@ class ShardedParam(WrappedParam):
 
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
+        # `shard` stays what the loss is differentiated by: the gradient of `full` is reduced to its shape.
         return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
@@ -169,30 +168,19 @@ def gather(leaf: ShardedParam) -> Array:
     return _gather(replace(leaf, shard=None, cast=()), leaf.sent if leaf.is_quantized else leaf.shard, leaf.cast)
 
 
-# Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _reduce_grad(param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array) -> Array:
-    """Returns `array`.
-
-    Args:
-      param_spec: sharding of `array`.
-      reduction: of its gradient.
-      array: a parameter, replicated over the axes of `reduction`.
-      shard: float32 zeros in the shape of the reduced gradient.
-    """
+    """Returns `array`, of sharding `param_spec`; its gradient, reduced over ranks, becomes that of `shard`."""
     return array
 
 
-def _reduce_grad_forward(
-    param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array
-) -> tuple[Array, None]:
+def _reduce_grad_forward(_: PartitionSpec, reduction: GradReduction, array: Array, shard: Array) -> tuple[Array, None]:
     return array, None
 
 
 def _reduce_grad_backward(
     param_spec: PartitionSpec, reduction: GradReduction, _: None, gradient: Array
 ) -> tuple[None, Array]:
-    """Reduces the gradient [...] of `array` over ranks; it is that of `shard`, by which the step differentiates."""
     return None, reduce_gradient(gradient, param_spec, reduction)
 
 
@@ -201,13 +189,8 @@ _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
-    """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
-
-    Args:
-      how: the parameter, without arrays.
-      shard: float32, 1 / `reduction.num_shards` of the parameter.
-      cast: the same in `gather_dtype`, if it exists already, in parts.
-    """
+    """All-gathers a shard along `reduction.dim`, float32 or, in parts, cast already; backward, reduce-scatters the
+    gradient along the same dimension."""
     dtype = how.gather_dtype if how.is_quantized else how.dtype
     with jax.named_scope("parameters"):
         full = [fully_manual(lambda a: gathered(how, a).astype(dtype), spec(*how.names))(a) for a in cast or (shard,)]
@@ -222,13 +205,11 @@ def _gather_forward(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) ->
 
 def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
     """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
-    none = (None,) * casts
+    none, reduced = (None,) * casts, partial(reduce_gradient, grad_spec=spec(*how.names), reduction=how.reduction)
     if how.parts is None:
-        return reduce_gradient(gradient, spec(*how.names), how.reduction), none
+        return reduced(gradient), none
     parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
-    return jnp.concatenate(
-        [reduce_gradient(part, spec(*how.names), how.reduction) for part in parts], axis=how.parts
-    ), none
+    return jnp.concatenate([reduced(part) for part in parts], axis=how.parts), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -252,15 +233,8 @@ def row_major(a: Array) -> Array:
 def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradReduction) -> Array:
     """Reduces a gradient over ranks: a reduce-scatter where `reduction` has a dimension, else an all-reduce.
 
-    In bfloat16, each rank's gradient is rounded before it is sent, and every partial sum is rounded too.
-
-    Args:
-      gradient: local to the rank's samples; sharded as `grad_spec`, and otherwise in full.
-      grad_spec: its sharding; along manual axes each rank has its shard already.
-      reduction: axes, dimension and communication dtype.
-
-    Returns:
-      The sum, float32: this rank's shard of it along `reduction.dim`.
+    It is local to the rank's samples and sharded as `grad_spec`; the sum is float32. In bfloat16, each rank's gradient
+    is rounded before it is sent, and every partial sum is rounded too.
     """
     if not reduction.axes:
         return gradient.astype(jnp.float32)

@@ -39,8 +39,7 @@ class ParamSpec:
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
-    """Whether it maps the hidden states to or from another space: such parameters have weight decay, and ZeRO gathers
-    most of them in the compute type."""
+    """Whether it maps the hidden states to or from another space."""
     compute_spec: PartitionSpec
     """Sharding in which products use it: replicated over the axes of `grad_reduction`."""
     storage_spec: PartitionSpec
@@ -48,14 +47,13 @@ class ParamSpec:
     grad_reduction: GradReduction
     """How its gradient is reduced, and which of its dimensions ZeRO shards."""
     between_groups: Axes
-    """Mesh axes between sharding groups, over which the gradient of a shard is reduced after the last microbatch,
-    whatever the ZeRO stage; () without groups, and for a parameter that ZeRO does not shard."""
+    """Mesh axes between sharding groups, over which the gradient of a shard is reduced after the last microbatch; ()
+    without groups, and for a parameter that ZeRO does not shard."""
+    # Ranks along them see the same samples, and only some have a gradient of it: `stage`, for an embedding.
     deferred_axes: Axes
-    """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
-    see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
+    """Other mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage."""
     gather_dtype: str | None
-    """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once per step; None where ZeRO does not
-    shard it."""
+    """Type in which it is gathered; None where ZeRO does not shard it."""
     is_gathered_per_step: bool
     """Whether it is gathered once per step, by ZeRO-1 and 2."""
     is_trainable: bool
@@ -65,8 +63,7 @@ class ParamSpec:
 
     @property
     def is_of_every_tick(self) -> bool:
-        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2
-        and 3 gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
+        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block."""
         return _is_of_every_tick(self.name, self.deferred_axes)
 
     @property
@@ -92,11 +89,8 @@ class ParamSpec:
     @property
     def layer_grad_reduction(self) -> GradReduction:
         """`grad_reduction` where it is used: of one layer, without the leading dimension, when it is stacked."""
-        return (
-            replace(self.grad_reduction, dim=self.grad_reduction.dim - 1)
-            if self.is_sharded_within_layers
-            else self.grad_reduction
-        )
+        whole = self.grad_reduction
+        return replace(whole, dim=whole.dim - 1) if self.is_sharded_within_layers else whole
 
 
 def _is_of_every_tick(name: str, deferred_axes: Axes) -> bool:
@@ -118,17 +112,10 @@ def param_specs(
     is_trainable: Callable[[str], bool] = lambda name: True,
     master_dtype: str = "float32",
 ) -> Tree:
-    """Builds the record of each parameter, in a tree like the parameters'.
+    """Builds the record of each parameter from trees of logical names and abstract arrays.
 
-    Args:
-      axes: tree of logical names.
-      shapes: tree of abstract arrays.
-      layout: its rules name only axes of this mesh.
-      mesh: degree of each axis.
-      compute_dtype: type in which ZeRO gathers matrices.
-      grad_reduce_dtype: type in which gradients are reduced over ranks.
-      is_trainable: returns whether the parameter of a dotted name is trained.
-      master_dtype: type in which trained matrices are stored.
+    ZeRO gathers matrices in `compute_dtype`, gradients are reduced in `grad_reduce_dtype`, and trained matrices are
+    stored in `master_dtype`; `is_trainable` has the dotted name. The layout's rules name only axes of this mesh.
     """
 
     def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
@@ -162,6 +149,7 @@ def param_specs(
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
+            # A shared block is gathered once per step by ZeRO-2 and 3, too, and its gradient is reduced then.
             is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or _is_of_every_tick(name, deferred)),
             is_trainable=trainable,
             dtype=master_dtype if trainable and is_narrow else "float32",
@@ -195,13 +183,10 @@ def sharded_stacks(records: Iterable[ParamSpec]) -> list[list[int]]:
 
 
 def logical_axes(state: nnx.State) -> dict[str, Any]:
-    """Returns the logical names of every parameter's dimensions, in a tree of plain dicts like the parameters'.
-
-    A stacked module's arrays have one dimension more than names: its name is `layers`.
-    """
+    """Returns the logical names of every parameter's dimensions, in a tree of plain dicts like the parameters'."""
 
     def names(variable: nnx.Variable) -> nnx.Variable:
-        # `vmap` over layers (`Stack`) adds a leading dimension to the array, but no name to its metadata.
+        # `vmap` over layers (`Stack`) adds a leading dimension to the array, but no name to its metadata: `layers`.
         axes = tuple(variable.get_metadata()["axes"])
         return variable.replace(("layers",) * (len(variable.shape) - len(axes)) + axes)
 
@@ -219,14 +204,9 @@ def optimizer_shardings(
 ) -> Tree:
     """Returns the shardings of the optimizer's state: moments like their parameters, counters replicated."""
     # XLA: without them, a jitted `init` replicates the moments on every device.
-    state = jax.eval_shape(optimizer.init, parameters)
-    return optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state,
-        param_shardings,
-        transform_non_params=lambda _: replicated(mesh),
-    )
+    state, everywhere = jax.eval_shape(optimizer.init, parameters), lambda _: replicated(mesh)
+    like_parameter = lambda _, sharding: sharding  # noqa: E731
+    return optax.tree_map_params(optimizer, like_parameter, state, param_shardings, transform_non_params=everywhere)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -212,6 +212,7 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
         return None
     launcher, of_host, of_process = present
     visible = environment.get("CUDA_VISIBLE_DEVICES")
+    # Without asking a driver: jax must be told its devices before it attaches any.
     count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
     # Slurm's variable is a list by node, such as 8(x4): one process per host is "1" or "1(x4)".
     processes = environment[of_host]

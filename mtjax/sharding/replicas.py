@@ -50,5 +50,6 @@ def holders(array: Any) -> list[list[int]]:
     shards: dict[str, list[int]] = {}
     # In the order of the mesh, as `map_shards` returns its rows.
     for position, device in enumerate(sharding.mesh.devices.flat):
+        # By text: slices can't be hashed before Python 3.12.
         shards.setdefault(str(indices[device]), []).append(position)
     return list(shards.values())

@@ -54,6 +54,7 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
             return np.zeros(shape, kind)
         return np.ascontiguousarray(read(index[1:])).view(kind).reshape(shape)
 
+    # `make_array_from_callback` asks this process for its own devices' shards alone.
     contributed = jax.make_array_from_callback((replicas, *array.shape), stacked, bits)
     with jax.set_mesh(sharding.mesh):
         return _summed(contributed, np.dtype(array.dtype), sharding)

@@ -67,6 +67,7 @@ def _select(records: Tree, tree: Tree, is_trainable: bool) -> Tree:
 
 def merge_trees(trainable: Tree, frozen: Tree) -> Tree:
     """Merges two trees that have no leaf in common."""
+    # Dicts that both have; leaves are in one of the two trees.
     both = {name: merge_trees(trainable[name], frozen[name]) for name in trainable if name in frozen}
     return {**trainable, **frozen, **both}
 

@@ -1,24 +1,29 @@
-"""Vocabulary-parallel cross-entropy, fused with the projection to logits (section 3 of the paper).
+"""Vocabulary-parallel embedding and cross-entropy, fused with the projection to logits (section 3 of the paper).
 
-The rows of the table are sharded over `model` (`mtjax.sharding.vocab_embedding` looks them up). Logits stay on the rank
-that computed them: per token only a maximum, a sum of exponentials and the label's logit are reduced. Logits exist for
-one chunk of tokens at a time, and are recomputed in the backward pass.
+The rows of the table are sharded over `model`. Logits stay on the rank that computed them: per token only a maximum, a
+sum of exponentials and the label's logit are reduced. Logits exist for one chunk of tokens at a time, and are
+recomputed in the backward pass.
 
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
+
+if TYPE_CHECKING:
+    from mtjax.sharding.stored_weight import StoredWeight
+
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
@@ -68,20 +73,69 @@ class VocabSpecs:
         x = lax.psum(x, all_reduced) if all_reduced else x
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
-    def first_row(self, rows: int) -> Array:
-        """Returns the index, in the entire table, of the first of this rank's `rows`."""
-        return lax.axis_index(self.rows) * rows
-
 
 def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
-    """Finds tokens in this rank's `rows` rows of the table.
-
-    Returns:
-      Each token's row in this rank's shard, 0 where another rank has it; and whether this rank has it.
-    """
-    row = tokens - specs.first_row(rows)
+    """Returns each token's row in this rank's `rows` of the table, 0 where another rank has it; and whether it has."""
+    row = tokens - lax.axis_index(specs.rows) * rows
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
+
+
+def vocab_parallel_embedding(
+    table: "Array | StoredWeight", tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "batch act_seq embed"]:
+    """Looks up rows of a table [vocab, embed], zeros for ids outside it; in `dtype`, one all-reduce over `model`, or
+    with sequence parallelism one reduce-scatter."""
+    specs, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
+    if not isinstance(table, Array):
+        with jax.named_scope("embedding"):
+            return table.rows(specs, tokens, dtype)
+    return _embedding(specs, dtype, table, tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _embedding(specs: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+    """Looks up rows of a float32 table: [batch, seq] -> [batch, act_seq, embed]."""
+
+    def local(table_VH: Array, tokens_BS: Array) -> Array:
+        row, owned = local_rows(specs, tokens_BS, table_VH.shape[0])
+        # Exactly one rank has a token's row, the others contribute zeros to the reduction.
+        vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
+        return specs.sum_into_residual(vectors)
+
+    with jax.named_scope("embedding"):
+        return map_ranks(local, (specs.table, specs.tokens), specs.hidden)(table, tokens)
+
+
+def _embedding_forward(specs: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array) -> tuple[Array, Any]:
+    return _embedding(specs, dtype, table, tokens), (table, tokens)
+
+
+def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradient: Array) -> tuple[Array, None]:
+    """Scatter-adds the gradient [batch, act_seq, embed] to the rows of the table [vocab, embed], in float32."""
+
+    def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
+        """Computes the gradient of this rank's rows, inside the map."""
+        gradient_BSH = specs.gather_sequence(gradient_BSH)
+        rows, width = table_VH.shape
+        row, owned = local_rows(specs, tokens_BS, rows)
+        row = jnp.where(owned, row, rows)  # one past the end: dropped by the scatter
+        flat = gradient_BSH.reshape(-1, width).astype(jnp.float32)
+        # XLA: constant zeros would be allocated at the beginning of the step. These depend on the gradient.
+        late_zero = 0 * jnp.abs(flat[0, 0])
+        zeros = varying_like(jnp.full((rows, width), late_zero), table_VH, gradient_BSH, tokens_BS)
+        # XLA: where the gradient is then reduce-scattered along the width (ZeRO), layout assignment would transpose it,
+        # and every element of a token's vector would be added to another row, by a compare-and-swap loop. In this
+        # layout a token's vector is contiguous; transposing the sum once costs its bytes.
+        added = with_layout_constraint(zeros.at[row.reshape(-1)].add(flat, mode="drop"), Layout((0, 1)))
+        return psum_varying(added, specs.samples)
+
+    with jax.named_scope("embedding"):
+        table, tokens = saved
+        return map_ranks(local, (specs.table, specs.tokens, specs.hidden), specs.table)(table, tokens, gradient), None
+
+
+_embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
 @dataclass(frozen=True)
@@ -133,22 +187,11 @@ def vocab_parallel_cross_entropy(
     bias: Float[Array, " vocab"] | None = None,
     sequence: str = "act_seq",
 ) -> Float[Array, "batch seq"]:
-    """Computes the cross-entropy of `hidden @ table.T + bias` with `labels`, per token, without gathering logits.
+    """Computes the cross-entropy, float32, of `hidden @ table.T + bias` with `labels`, without gathering logits.
 
     Logits are these products, scaled and soft-capped as the options say. With e = label_smoothing and
-    Z = sum(exp(logits)): `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
-
-    Args:
-      hidden: [batch, act_seq, embed] in the compute type; products accumulate in float32.
-      table: [vocab, embed], float32, rows sharded over `model`.
-      labels: ids in [0, vocab_size).
-      options: vocabulary size, chunk length, smoothing and z-loss.
-      bias: [vocab], float32, sharded like the table's rows, if any.
-      sequence: logical name of `hidden`'s second dimension: `act_seq` where it is sharded like hidden states between
-        layers, `seq` where it is replicated over `model`.
-
-    Returns:
-      Losses, float32 [batch, seq], to be weighted and summed; a token of weight 0 has no gradient.
+    Z = sum(exp(logits)): `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`. `sequence` is the
+    logical name of the second dimension of `hidden`, `seq` where it is replicated over `model`.
     """
     return _cross_entropy(VocabSpecs.in_force(sequence), options, hidden, table, bias, labels)
 
@@ -175,32 +218,21 @@ def _cross_entropy_forward(
         return loss + options.z_loss * log_z**2, log_z
 
     with jax.named_scope("loss"):
-        arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)
-        mapped = map_ranks(local, arguments, (specs.tokens, specs.tokens))
-        loss, log_z = mapped(hidden, table, bias, labels)
+        arguments, shardings = (hidden, table, bias, labels), (specs.hidden, specs.table, specs.bias, specs.tokens)
+        loss, log_z = map_ranks(local, shardings, (specs.tokens, specs.tokens))(*arguments)
         # With log Z the backward pass has the probabilities without another reduction over ranks.
-        return loss, (hidden, table, bias, labels, log_z)
+        return loss, (*arguments, log_z)
 
 
 def _cross_entropy_backward(
     specs: VocabSpecs, options: LossOptions, saved: Any, gradient: Array
 ) -> tuple[Array, Array, Array | None, None]:
-    """Recomputes logits chunk by chunk, and from them the gradients of hidden states, table and bias.
-
-    Args:
-      specs: shardings.
-      options: of the loss.
-      saved: hidden [batch, act_seq, embed], table [vocab, embed], bias [vocab] or None, labels and log Z [batch, seq].
-      gradient: float32 [batch, seq].
-
-    Returns:
-      Gradients of hidden, table and bias, in their shapes; None for labels.
-    """
+    """Recomputes logits chunk by chunk, and from them the gradients of hidden states, table and bias."""
 
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
-        """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
+        """Computes the gradients of this rank's hidden states, table rows and biases."""
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)  # once, not per chunk
@@ -225,9 +257,8 @@ def _cross_entropy_backward(
         return hidden_gradient, psum_varying(table_gradient, specs.samples), bias_gradient
 
     with jax.named_scope("loss"):
-        parameters, tokens = (specs.hidden, specs.table, specs.bias), specs.tokens
-        mapped = map_ranks(local, (*parameters, tokens, tokens, tokens), parameters)
-        return *mapped(*saved, gradient), None
+        parameters, tokens = (specs.hidden, specs.table, specs.bias), (specs.tokens,) * 3
+        return *map_ranks(local, (*parameters, *tokens), parameters)(*saved, gradient), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
@@ -239,8 +270,7 @@ def logit_gradient(
     """Computes the gradient of the products with the table, float32 [C, V].
 
     With e = label_smoothing, p = softmax(logits), g the gradient of a token's loss:
-    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`, from which
-    `OutputOptions.gradient` follows.
+    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`.
     """
     # The derivative of z_loss (log Z)^2 is 2 z_loss log Z times that of log Z, which is the probability.
     z_term = 1 + 2 * options.z_loss * log_z_C
@@ -255,17 +285,13 @@ def logit_gradient(
 def add_gradients(
     sums: tuple[Array, Array | None], slope_CV: Array, hidden_CH: Array, table_VH: Array
 ) -> tuple[tuple[Array, Array | None], Array]:
-    """Adds a chunk, by the gradient of its products with the table, to the float32 gradients of table and bias.
-
-    Returns:
-      The sums, and the gradient of the chunk's hidden states [C, H].
-    """
+    """Adds a chunk, by the gradient of its products with the table, to the float32 gradients of table and bias; returns
+    these sums, and the gradient of the chunk's hidden states."""
     of_table_VH, of_bias_V = sums
     of_bias_V = None if of_bias_V is None else of_bias_V + slope_CV.sum(0)
     # Both products are in the compute type; the table's gradient is summed over chunks in float32.
     slope_CV = slope_CV.astype(hidden_CH.dtype)
-    across = (((0,), (0,)), ((), ()))
-    of_table_VH += lax.dot_general(slope_CV, hidden_CH, across, preferred_element_type=jnp.float32)
+    of_table_VH += lax.dot_general(slope_CV, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return (of_table_VH, of_bias_V), slope_CV @ table_VH
 
 
@@ -282,13 +308,9 @@ class Summaries(NamedTuple):
 def summaries_of(
     specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
 ) -> Summaries:
-    """Summarizes each token's logits, inside the map.
-
-    Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks with the same rows.
-    """
+    """Summarizes each token's logits, inside the map, by a maximum over ranks and one all-reduce of 2 or 3 numbers."""
     hidden_BSH = specs.gather_sequence(hidden_BSH)
-    chunks = Chunks.of(hidden_BSH, options.chunk)
-    table_VH = table_VH.astype(hidden_BSH.dtype)
+    chunks, table_VH = Chunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         """Summarizes the logits of a chunk of tokens over this rank's rows."""
@@ -297,7 +319,7 @@ def summaries_of(
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
         exponentials = jnp.exp(logits_CV - highest[:, None]).sum(-1)
-        # One rank has the label's row; the others contribute 0 to the sum over ranks.
+        # One rank has the label's row; the others contribute 0 to the sum.
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
         label = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, exponentials, label, sum_of_real(logits_CV, column_V, options))
@@ -321,25 +343,14 @@ def local_logits(
     options: OutputOptions,
     scales_V: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Computes the logits of this rank's vocabulary rows, inside the map.
-
-    Args:
-      specs: shardings.
-      hidden_CH: tokens of a chunk.
-      table_VH: this rank's rows in the type of `hidden_CH`.
-      bias_V: of the rows, if any.
-      options: vocabulary size, factor and soft cap; logits of rows behind the vocabulary are `NEVER`.
-      scales_V: of an 8-bit table, whose values are in `table_VH`.
-
-    Returns:
-      float32 logits [C, V], and the index of each column in the entire vocabulary, [V].
-    """
+    """Computes float32 logits [C, V] of this rank's rows, `NEVER` behind the vocabulary, and the index of each row in
+    the entire vocabulary, inside the map; `scales_V` are those of an 8-bit table."""
     # Sums of exponentials over the vocabulary need float32; the operands stay in the compute type.
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if scales_V is None else logits * scales_V
     logits, vocab_size = options.logits(logits, bias_V), options.vocab_size
     rows = table_VH.shape[0]
-    column = specs.first_row(rows) + jnp.arange(rows)
+    column = lax.axis_index(specs.rows) * rows + jnp.arange(rows)
     # Padding is at the end of the last rank's rows: only columns that may be padding are overwritten.
     # XLA: on CPUs, a `where` over all columns would write all logits twice.
     start = max(0, vocab_size - (lax.axis_size(specs.rows) - 1) * rows)

@@ -86,6 +86,7 @@ def _weighted_forward(
             if options.label_smoothing:
                 total_C = sum_of_real(logits_CV, column_V, options)
                 loss_C -= options.label_smoothing * total_C / options.vocab_size
+            # While the chunk's logits are alive: in the backward pass only a factor is left to multiply by.
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, weights_C)
             sums, of_hidden_CH = add_gradients(sums, slope, hidden_CH, cast_VH)
             return sums, (loss_C * weights_C, of_hidden_CH)

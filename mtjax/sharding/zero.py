@@ -51,69 +51,46 @@ class Reduction:
     num_microbatches: int
     """Of the step."""
     stages: int = 1
-    """Of the pipeline. With several stages the backward pass runs once per tick of the timetable, idle ticks included,
-    so a reduction inside it would run too often."""
+    """Of the pipeline."""
 
     def wrap(self, parameters: Tree) -> Tree:
-        """Wraps parameters for differentiation: some gather themselves, or reduce their gradients, where they are used.
-
-        Each parameter becomes one of:
-
-        - `ShardedParam` without `keep_for_backward`: ZeRO-3. All-gathered for each use, its gradient reduce-scattered.
-        - `ShardedParam` with `keep_for_backward`: ZeRO-1 and 2 in a step of one microbatch, where the loop over layers
-          overlaps the gather (`mtjax.sharding.prefetch`); gathered once for both passes.
-        - `ShardedParam`, perhaps inside a `ReplicatedParam`: layers' matrices of ZeRO-1 and 2 in steps of several
-          microbatches. `zero.gather_for_step` gathers them, once per step.
-        - `ReplicatedParam`: replicated, its gradient reduced in the backward pass (`is_reduced_in_backward`), or only
-          cast to float32.
-        - itself: a float32 array whose gradient `finish` reduces.
-
-        Args:
-          parameters: sharded as `storage_spec`, and varying over the axes over which the batch does.
-        """
+        """Wraps parameters, sharded as `storage_spec` and varying as the batch does, for differentiation: some gather
+        themselves, or reduce their gradients, where they are used."""
 
         def one(record: ParamSpec, array: Array) -> Any:
             """Wraps one parameter."""
-            # ZeRO-3.
+            # ZeRO-3: gathered for each use, its gradient reduce-scattered.
             if record.gather_dtype is not None and not record.is_gathered_per_step:
                 return gather_on_use(record, array)
-            # ZeRO-1 and 2, one microbatch: the gather is overlapped with the layers before.
-            if (
-                record.is_gathered_per_step
-                and record.is_sharded_within_layers
-                and self.num_microbatches == self.stages == 1
-            ):
-                return gather_and_keep(record, array)
-            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches. Without ZeRO: the parameter itself.
+            is_kept = record.is_gathered_per_step and record.is_sharded_within_layers
+            if is_kept and self.num_microbatches == self.stages == 1:
+                # ZeRO-1 and 2, one microbatch: gathered once for both passes, overlapped with the layers before
+                # (`mtjax.sharding.prefetch`).
+                return gather_on_use(record, array, keep_for_backward=True)
+            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches (`gather_for_step`). Without ZeRO: the
+            # parameter itself.
             full = wrap_for_step(record, array) if record.is_gathered_per_step else array
             # Master weights in the compute type: outside stacks consumers read float32, as of float32 ones.
             dtype = None if record.is_stacked or record.dtype == "float32" else "float32"
-            if self.is_reduced_in_backward(record):
-                # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
-                # the function is differentiated by zeros of that shape, not by the parameter.
-                zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
-                return ReplicatedParam(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction, dtype)
-            if isinstance(full, ShardedParam) or full.dtype != jnp.float32:
+            shape, reduction, in_layer = array.shape, record.grad_reduction, record.layer_grad_reduction
+            if not self.is_reduced_in_backward(record):
+                if not isinstance(full, ShardedParam) and full.dtype == jnp.float32:
+                    return full  # `finish` reduces its gradient
                 # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
-                shape = [
-                    n * record.grad_reduction.num_shards if i == record.grad_reduction.dim else n
-                    for i, n in enumerate(array.shape)
-                ]
-                return ReplicatedParam(
-                    full,
-                    zeros_like_reduced(shape, array, record, NO_REDUCTION),
-                    spec(*record.layer_axes),
-                    NO_REDUCTION,
-                    dtype,
-                )
-            return full
+                shape = [n * reduction.num_shards if i == reduction.dim else n for i, n in enumerate(shape)]
+                reduction = in_layer = NO_REDUCTION
+            # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so the
+            # function is differentiated by zeros of that shape, not by the parameter.
+            zeros = zeros_like_reduced(shape, array, record, reduction)
+            return ReplicatedParam(full, zeros, spec(*record.layer_axes), in_layer, dtype)
 
         return jax.tree.map(one, self.records, parameters)
 
     def is_reduced_in_backward(self, record: ParamSpec) -> bool:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
-        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
+        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction. With
+        # several stages the backward pass runs in every tick, also idle ones: a reduction inside it would, too.
         if self.zero >= 2 and not record.is_of_every_tick:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
@@ -123,12 +100,8 @@ class Reduction:
     def finish(self, gradients: Tree) -> Tree:
         """Reduces the gradients that the backward pass has not reduced, and those of parameters that stages share.
 
-        Args:
-          gradients: float32, in the shapes of the arrays that `wrap` differentiates by: local to each rank's samples
-            where they are not reduced yet.
-
-        Returns:
-          The reduced gradients, sharded as `storage_spec`.
+        They are float32, in the shapes of the arrays that `wrap` differentiates by; the results are sharded as
+        `storage_spec`.
         """
         # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
         leaves, tree = jax.tree.flatten(gradients)
@@ -154,14 +127,8 @@ class Reduction:
 
 
 def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, reduction: GradReduction) -> Array:
-    """Builds float32 zeros like a rank's reduced gradient, to differentiate by.
-
-    Args:
-      shape: of the result.
-      like: an array that varies over the mesh axes over which gradients vary before they are reduced.
-      record: of the parameter.
-      reduction: how its gradient is reduced.
-    """
+    """Builds float32 zeros like a rank's reduced gradient, to differentiate by. Before the reduction, it varies over
+    the mesh axes over which `like` does."""
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_only(record.compute_spec))
     # An all-reduce makes values equal over its axes; a reduce-scatter leaves them different over its shard axes.
     axes = tuple(axis for axis in varying_axes(like) if axis in reduction.shard_axes or axis not in reduction.axes)
@@ -172,12 +139,8 @@ def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, red
 
 
 def gather_for_inference(records: Tree, parameters: Tree) -> Tree:
-    """Gathers parameters for a model that is not differentiated; those of stacks stay wrapped, for `materialize`.
-
-    Args:
-      records: of each parameter.
-      parameters: sharded as `storage_spec`.
-    """
+    """Gathers parameters, sharded as `storage_spec`, for a model that is not differentiated; those of stacks stay
+    wrapped, for `materialize`."""
     return materialize_outside_stacks(records, wrap_for_inference(records, parameters))
 
 
@@ -188,30 +151,17 @@ def wrap_for_inference(records: Tree, parameters: Tree) -> Tree:
     )
 
 
-def gather_on_use(record: ParamSpec, shard: Array) -> ShardedParam | Array:
-    """Wraps a sharded parameter, so that it is gathered where it is used.
-
-    Args:
-      record: of the parameter.
-      shard: this rank's, [layers, ...] for one of a stack.
-
-    Returns:
-      The wrapped parameter; the gathered array where ranks hold different layers, as each use would need all of them.
-    """
+def gather_on_use(record: ParamSpec, shard: Array, keep_for_backward: bool = False) -> ShardedParam | Array:
+    """Wraps a parameter's shard, [layers, ...] for one of a stack, so that it is gathered where it is used: for each
+    pass, or once for both."""
     assert record.gather_dtype is not None
-    # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
-    dtype = record.gather_dtype if record.is_stacked else "float32"
     if record.is_stacked and not record.is_sharded_within_layers:
+        # Ranks hold different layers, and each use would need all of them: gathered at once.
         return _gather_all_layers(record, shard)
-    gather_dtype, reduction = record.gather_dtype, record.layer_grad_reduction
-    return _as_stored(record, ShardedParam(shard, record.layer_axes, reduction, gather_dtype, dtype))
-
-
-def gather_and_keep(record: ParamSpec, shard: Array) -> ShardedParam:
-    """Wraps a sharded parameter of a stack, so that the loop over layers gathers it once for both passes."""
-    assert record.gather_dtype is not None
-    dtype, reduction = record.gather_dtype, record.layer_grad_reduction
-    return _as_stored(record, ShardedParam(shard, record.layer_axes, reduction, dtype, dtype, keep_for_backward=True))
+    # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
+    dtypes = record.gather_dtype, record.gather_dtype if record.is_stacked else "float32"
+    how = record.layer_axes, record.layer_grad_reduction, *dtypes, keep_for_backward
+    return _as_stored(record, ShardedParam(shard, *how))
 
 
 def _as_stored(record: ParamSpec, parameter: ShardedParam) -> ShardedParam:
@@ -224,10 +174,8 @@ def _as_stored(record: ParamSpec, parameter: ShardedParam) -> ShardedParam:
 
 
 def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
-    """Gathers a sharded parameter for all microbatches of a step.
-
-    Layers' matrices stay wrapped: `gather_for_step` gathers them layer by layer, or `unstack` does.
-    """
+    """Gathers a sharded parameter for all microbatches of a step; layers' matrices stay wrapped, for
+    `gather_for_step` or `unstack`."""
     # Vectors (norms, biases) are small: one collective for all layers costs less than one per layer.
     if record.is_stacked and not record.is_matrix:
         return _gather_all_layers(record, shard)
@@ -241,40 +189,28 @@ def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
 def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
     """Gathers a stack in one collective."""
     assert record.gather_dtype is not None
-    dtype = record.gather_dtype
-    whole = ShardedParam(shard, record.axes, record.grad_reduction, dtype, dtype)
+    whole = ShardedParam(shard, record.axes, record.grad_reduction, record.gather_dtype, record.gather_dtype)
     return materialize(_as_stored(record, whole))  # pyright: ignore[reportReturnType]
 
 
 def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
-    """All-gathers the parameters of ZeRO-1 and 2 once, for all microbatches of a step.
-
-    Args:
-      records: of each parameter.
-      wrapped: parameters as `Reduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
-
-    Returns:
-      The same tree; each `ShardedParam` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
-      layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
-    """
+    """All-gathers parameters of ZeRO-1 and 2, in their `gather_dtype`, for all microbatches of a step. Those that the
+    loop over layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped."""
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     table = jax.tree.leaves(records)
     stacks = sharded_stacks(table)
-    pending = {i for i, r in enumerate(table) if r.is_gathered_per_step and _is_pending(_parameter(leaves[i]))}
+    once = {i: _parameter(leaf) for i, leaf in enumerate(leaves) if table[i].is_gathered_per_step}
+    pending = {i for i, p in once.items() if isinstance(p, ShardedParam) and not p.keep_for_backward}
     # XLA: an all-gather returns its sharded dimension outermost and then transposes, in another buffer. Layer by layer
     # that buffer is of one layer.
     for members in stacks:
         if sharded := [i for i in members if i in pending]:
-            for i, array in zip(sharded, gather_layers([_parameter(leaves[i]) for i in sharded]), strict=True):
-                full = _parameter(leaves[i]).in_full(array)
+            for i, array in zip(sharded, gather_layers([once[i] for i in sharded]), strict=True):
+                full = once[i].in_full(array)
                 leaves[i] = replace(leaves[i], array=full) if isinstance(leaves[i], ReplicatedParam) else full
     for i in pending.difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
-
-
-def _is_pending(parameter: Any) -> bool:
-    return isinstance(parameter, ShardedParam) and not parameter.keep_for_backward
 
 
 def _parameter(leaf: Any) -> Any:
@@ -290,14 +226,7 @@ def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
 
 
 def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
-    """All-gathers stacked parameters, which are sharded within layers, one layer after the other.
-
-    Args:
-      stacks: shards, [layers, ...] each; all of the same number of layers.
-
-    Returns:
-      The gathered stacks, in their `gather_dtype`.
-    """
+    """All-gathers stacks, [the same number of layers, ...] each, in their `gather_dtype`, layer by layer."""
 
     def layer(number: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
@@ -307,47 +236,26 @@ def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
 
 
 def gather_upfront(layers: Tree) -> Tree:
-    """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
-
-    Args:
-      layers: parameters, [layers, ...]; the `ShardedParam` among them are shards.
-
-    Returns:
-      The same tree, with each `ShardedParam` that has `keep_for_backward` gathered.
-    """
+    """Gathers a stack's parameters with `keep_for_backward`, [layers, ...] each, for a loop without prefetch."""
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    gathered_once = {
-        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward
-    }
-    if gathered_once:
-        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
-        for (i, leaf), array in zip(gathered_once.items(), arrays, strict=True):
+    kept = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward}
+    if kept:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in kept.values()])
+        for (i, leaf), array in zip(kept.items(), arrays, strict=True):
             leaves[i] = leaf.with_gathered(array)
     return jax.tree.unflatten(tree, leaves)
 
 
 def gather_layer(like: ShardedParam) -> Array:
-    """All-gathers one layer's parameter, in row-major memory layout.
-
-    Args:
-      like: its shard, without the leading `layers`.
-    """
+    """All-gathers one layer's parameter, without the leading `layers`, in row-major memory layout."""
     # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
     # with explicit axes makes the partitioner gather it, so all are manual.
     return fully_manual(lambda a: row_major(gathered(like, a)), spec(*like.names))(like.sent)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:
-    """Reduce-scatters stacked gradients one layer after the other.
-
-    Args:
-      gradients: [layers, ...] each, local to a rank's samples.
-      reductions: of each, `layers` counted among the dimensions.
-      specs: sharding of each before the reduction.
-
-    Returns:
-      This rank's shards of the reduced gradients, float32 [layers, ...].
-    """
+    """Reduce-scatters gradients, [layers, ...] each, layer by layer; `layers` counts among the dimensions of
+    `reductions` and of the shardings `specs`."""
 
     def reduce_layer(index: ArrayLike) -> list[Array]:
         of_layer = zip(index_layer(gradients, index), specs, reductions, strict=True)

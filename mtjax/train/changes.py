@@ -338,6 +338,7 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
     steps, before = config.training.steps, past.config.training.steps
     if past.step >= steps:
         return []
+    # As the run was trained: by the recorded horizon, which its config need not name.
     then = _decaying(past.config, past.horizon.decay_steps or past.horizon.steps)
     rows = []
     is_same_decay = now.optimizer.decay_steps == past.horizon.decay_steps and now.training.steps == past.horizon.steps

@@ -95,4 +95,5 @@ class Distilled(TrainStep):
         tables = {name: batch[name] for name in self._tables}
         batch = {name: array for name, array in batch.items() if name not in tables}
         model = DistilledTrunkPipeline(self.model, options, self.sections)
+        # Among the parameters, so that ZeRO gathers it and stages have it; no gradient is asked for.
         return LossInputs(model, self._region, {**parameters, TEACHER: tables}, batch)

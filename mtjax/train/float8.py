@@ -64,6 +64,7 @@ class Float8Step(TrainStep):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """See `TrainStep.with_optimized`; the states of products remain."""
+        # Products' states pass by the optimizer: `apply_gradients` computes their next ones.
         return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
 
     @property
@@ -123,10 +124,6 @@ class Float8Step(TrainStep):
     def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
         """Finds the scales of delayed scaling with a batch, if no step has found any; nothing else changes.
 
-        Each pass computes the gradients of the batch by the program of a step. With the first scales, which are fixed
-        numbers, values of one layer may be clipped or vanish, so that those of the next are found wrong: passes are
-        repeated until no scale becomes smaller by more than 1/8, and none more than twice as large.
-
         Returns:
           The state, which was donated; and what was done, in words. None if the state has scales; "" if the batch's
           gradients are not finite.
@@ -135,6 +132,9 @@ class Float8Step(TrainStep):
         if is_known:
             return state, None
         most = self.config.model.num_layers + EXTRA_PASSES
+        # With the first scales, which are fixed numbers, values of one layer may be clipped or vanish, so that those of
+        # the next are found wrong: passes are repeated until no scale becomes smaller by more than 1/8, and none more
+        # than twice as large.
         for passes in range(1, most + 1):
             # By the program of a step, so that no second one is compiled.
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
@@ -186,6 +186,7 @@ def _found(states: Tree) -> tuple[Array, Array]:
         known = [(state["age"] < UNSEEN).any((1, 2, 3)) & (state["scale"][:, 1] > 0) for state in leaves]
         return jnp.concatenate(known).any(), jnp.concatenate([state["scale"][:, ::2] for state in leaves])
 
+    # Products are sharded in several ways; the partitioner gathers these few numbers of each.
     found: Any = auto_axes(find, out_sharding=(REPLICATED, REPLICATED))
     return found(states)
 
@@ -240,6 +241,7 @@ def _quantize_weights(records: Tree, parameters: Tree, compute_dtype: str) -> Tr
         return after
     scale = parameters[STATE]["scale"][..., 1]
     layers = [(records, after)] if "weight" in after else [(records[name], after[name]) for name in JOINED]
+    # Query and key-value of grouped attention are two parameters, with the scale of their one product.
     for of_layer, linear in layers:
         if of_layer["weight"].is_trainable:
             linear["weight"] = quantize_stack(linear["weight"], scale, compute_dtype)

@@ -29,6 +29,7 @@ def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders)
     if not record.is_stacked:
         is_below = record.name.startswith(BELOW)
         return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
+    # Rows are in the order of the stages; factors follow the layers' numbers in the model.
     order = order_of(record.name, orders)
     layers = np.asarray(layer_numbers(model, record.name))
     numbers = layers if order is None else layers[np.maximum(order.flat, 0)]  # padding rows take any factor

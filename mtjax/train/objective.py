@@ -324,6 +324,7 @@ class Pretraining:
         config = program.config
         size = config.training.global_batch_size
         totals: dict[str, tuple[Any, Any]] = {}
+        # From sample 0 each time: validations of a run compare, also after a resume.
         with open_batches(program, config, held_out, 0, data.constant(size)) as batches:
             for _ in range(config.output.valid_batches):
                 sums = program.evaluation(parameters, next_batch(program, batches, size))

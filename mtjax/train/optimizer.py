@@ -27,22 +27,19 @@ from mtjax.layout.stages import PLAIN, Orders
 from mtjax.sharding.axes import shard_like_rows
 from mtjax.sharding.param_specs import min_and_sum_over_shards
 
+Tree = Any
+Numbers = Callable[[str], Sequence[int]]
+"""Maps the dotted name of a stacked array to the indices of its layers."""
+GOOD = -1
+"""Index of the first tensor that is not finite if everything is finite."""
 Ratio = jax.Array
 """Fraction of a phase that is over, 0 to 1."""
 
 
-def _linear(ratio: Ratio) -> jax.Array:
-    return 1.0 - ratio
-
-
-def _cosine(ratio: Ratio) -> jax.Array:
-    return (1.0 + jnp.cos(jnp.pi * ratio)) / 2
-
-
 DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "constant": jnp.ones_like,
-    "linear": _linear,
-    "cosine": _cosine,
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: (1.0 + jnp.cos(jnp.pi * ratio)) / 2,
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
 }
@@ -50,13 +47,11 @@ DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
 
 
 def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
-    """Builds the learning rate schedule, a function of the step, counted from 0.
-
-    Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
-    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the minimum. In a
-    run that is no longer than its warmup, the rate rises to the end.
-    """
+    """Builds the learning rate schedule, a function of the step, counted from 0; after `decay_steps` every style but
+    constant is at the minimum."""
+    # Without an initial rate the first update changes only Adam's moments, as in Megatron.
     peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
+    # In a run that is no longer than its warmup, the rate rises to the end.
     last = max(options.decay_steps or steps, warmup + 1)
     decayed = _decayed(options, last)
 
@@ -83,13 +78,8 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
-    """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it.
-
-    Args:
-      config: rates, decay and clipping.
-      records: `ParamSpec` of every parameter, in a tree like theirs.
-      orders: order of layers in stacked parameters.
-    """
+    """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it;
+    `orders` are those of layers in stacked parameters."""
     options, steps = config.optimizer, config.training.steps
     clip = _clip(options.clip_grad_norm) if options.clip_grad_norm else optax.identity()
     if optimizer_states(config).is_plain:
@@ -132,15 +122,6 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 
 
-Tree = Any
-
-Numbers = Callable[[str], Sequence[int]]
-"""Maps the dotted name of a stacked array to the indices of its layers."""
-
-GOOD = -1
-"""Value of `first_bad` if everything is finite."""
-
-
 @dataclass(frozen=True)
 class CheckedTensor:
     """A parameter, or one layer of a stacked one."""
@@ -154,36 +135,25 @@ class CheckedTensor:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
-    """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
-    first, _, count = _search(values, records, numbers_of)
-    return _chosen(first, count, scalar)
-
-
 def norm_and_first_bad(
-    scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False
+    scalar: Array,
+    values: Tree,
+    records: Tree,
+    numbers_of: Numbers,
+    unrolled: bool = False,
+    norm_may_overflow: bool = False,
 ) -> tuple[Array, Array]:
     """Returns the norm of all values, float32, and the index of the first tensor that is not finite, int32, in the
-    order of the backward pass (`skipped_steps.tensors`), from one pass over the values; both are replicated.
+    order of the backward pass (`skipped_steps.tensors`), `GOOD` when everything is finite; both are replicated.
 
     A tensor counts as finite if the sum of squares of each device's shard is finite.
 
     Args:
-      scalar: has to be finite, too, and so has the norm. If only they are not, the index is the number of tensors.
-      values: gradients or parameters, with any sharding.
-      records: of every parameter.
+      scalar: has to be finite, too, and so has the norm, unless it may overflow; if only they are not, the index is the
+        number of tensors.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
-
-    Returns:
-      The norm; and the index, `GOOD` when everything is finite.
     """
-    first, norm, count = _search(values, records, numbers_of, unrolled)
-    return norm, _chosen(first, count, scalar + norm)
-
-
-def _search(values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False) -> tuple[Array, Array, int]:
-    """Returns the index of the first tensor that is not finite, or their number; the norm; their number."""
     in_tree_order = tensors_in_tree_order(records, numbers_of)
     leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
     counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
@@ -200,11 +170,10 @@ def _search(values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = F
         return jnp.concatenate(firsts).min(), sums
 
     first, total = min_and_sum_over_shards(of_shards, (leaves, spread))
-    return first, jnp.sqrt(total), len(in_tree_order)
-
-
-def _chosen(first: Array, count: int, scalar: Array) -> Array:
-    return jnp.where((first == count) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
+    norm = jnp.sqrt(total)
+    scalar = scalar if norm_may_overflow else scalar + norm
+    is_finite = (first == len(in_tree_order)) & jnp.isfinite(scalar)
+    return norm, jnp.where(is_finite, GOOD, first).astype(jnp.int32)
 
 
 def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
@@ -228,9 +197,7 @@ def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[CheckedTen
 
 
 def backwards(in_tree_order: Sequence[CheckedTensor]) -> list[int]:
-    """Returns the indices into `in_tree_order` in the order of the backward pass; a decoder's stack comes before an
-    encoder's."""
-
+    """Returns the indices into `in_tree_order` in the backward pass's order, a decoder's stack before an encoder's."""
     one_section = {STACK, DENSE, *KIND_OF.values()}
 
     def key(index: int) -> tuple[bool, str, int, int]:

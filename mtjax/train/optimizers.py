@@ -41,11 +41,13 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
     options = config.optimizer
     learning_rate = make_learning_rate(options, config.training.steps)
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
+    # It has weight decay and learning rate within, as its average needs the step that was made.
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
     scale = SCALES.get(options.optimizer)
     return optax.chain(
         scale(config, records) if scale else _adam(config, records, orders),
+        # Behind the scaling: decoupled, as AdamW's (arXiv 1711.05101), for every optimizer.
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -77,6 +79,7 @@ def _adafactor(config: Config, records: Tree) -> optax.GradientTransformation:
     def init(params: Tree) -> AdafactorState:
         leaves = jax.tree.leaves(params)
         pairs = list(zip(leaves, dimensions, strict=True))
+        # The sum gives an average its shape and sharding; its values are not computed.
         rows = [None if d is None else jnp.zeros_like(a.sum(d[1])) for a, d in pairs]
         columns = [None if d is None else jnp.zeros_like(a.sum(d[0])) for a, d in pairs]
         full = [jnp.zeros_like(a) if d is None else None for a, d in pairs]
@@ -114,6 +117,7 @@ def _factored(
         rows = decay * rows + (1 - decay) * square.mean(largest)
         columns = decay * columns + (1 - decay) * square.mean(second)
         own = second - (second > largest)  # the second dimension, in an array without the largest
+        # Rows times columns over their mean approximate each square (algorithm 4).
         row_factor = (rows / rows.mean(own, keepdims=True)) ** -0.5
         update = gradient * jnp.expand_dims(row_factor, largest) * jnp.expand_dims(columns**-0.5, second)
     # Each layer is clipped by itself, as if it were no stack.
@@ -156,6 +160,7 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
         # Nesterov: the momentum after the next step, with each part's bias corrected by its own number of steps.
         ahead = beta * (mu / (1 - beta ** (count + 1))) + (1 - beta) * (g / (1 - beta**count))
         _, rows, columns = matrices_of(record.axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
+        # The elements of an orthogonal matrix have an RMS of max(rows, columns)^-0.5.
         return orthogonalize(ahead, record, dtype) * (CONSISTENT_RMS * max(rows, columns) ** 0.5), mu, nu
 
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, MuonState]:

@@ -82,18 +82,21 @@ class QKClipStep(TrainStep):
         largest = only_observers(gradients)
         if scale is not None:  # a power of two, by which all gradients were divided; scores are not scaled
             largest = jax.tree.map(lambda scores: scores * scale, largest)
+        # Beside the losses, by which `apply_gradients` receives them.
         return loss, {**parts, LARGEST_SCORES: largest}, without_observers(gradients)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Any], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`."""
+        # The scores of all heads are not logged: their largest is.
         after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
         every = jax.tree.leaves(metrics.pop(LARGEST_SCORES))
         return after, {**metrics, METRIC: jnp.stack([jnp.max(scores) for scores in every]).max()}
 
     def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`."""
+        # Behind the update: the next step reads weights whose scores are bounded.
         updated = super().rescaled(updated, parts, state)
         with jax.named_scope("qk_clip"):
             options = self.config.optimizer
@@ -133,6 +136,7 @@ def _clip_heads(
     of_queries, of_keys = jnp.repeat(of_groups, model.num_heads // keys, axis=1) ** alpha, of_groups ** (1 - alpha)
     product = weights["qkv"]
     if keys == model.num_heads:
+        # Query, key and value are one matrix; values keep their size.
         both = jnp.stack([of_queries, of_keys, jnp.ones_like(of_keys)], axis=1)
         return {**weights, "qkv": _scaled(product, both[..., None])}
     pair = jnp.stack([of_keys, jnp.ones_like(of_keys)], axis=1)
@@ -146,6 +150,7 @@ def _clip_latent(
     """Scales the weights of latent attention: its queries, and the part of its keys that each head has."""
     factor = _factors(scores, threshold)[..., None]
     still, turned, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    # The rotated part of a key belongs to all heads and can't be scaled for one: its query takes the entire factor.
     of_query = jnp.concatenate([factor**alpha] * still + [factor] * turned, axis=-1)
     of_keys = jnp.concatenate([factor ** (1 - alpha)] * still + [jnp.ones_like(factor)] * values, axis=-1)
     query = "query_up" if model.q_lora_rank else "query"

@@ -91,6 +91,7 @@ class Prepared:
         """Sets the run's record in the checkpoints of all tiers, and prints a table of the changes since a resumed
         run's checkpoint, if there are any."""
         position = self.data.position
+        # The folder to which relative paths of the config refer.
         record = RunRecord(position, self.horizon, str(Path.cwd()))
         for tier in tiers:
             if tier is not None:
@@ -370,6 +371,7 @@ def restore_or_initialize(
         return local.newest(at_least, program.abstract_state, config, progress.say) if local else None
 
     if config.output.resume:
+        # The local tier is asked before each step is read here: the newest state of both wins.
         restored = checkpoints.restore(program.abstract_state, config, from_local_tier)
         if restored is not None:
             if local is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, norm_and_first_bad, tensors_in_tree_order
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -57,6 +57,7 @@ class NonfiniteSteps:
 
     def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
         """Queues a step's results, which may still be being computed; does not wait for them."""
+        # No other results, such as the load of experts: what is queued stays on the devices.
         checked = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
         self._waiting.append((step, samples, checked))
 
@@ -71,18 +72,16 @@ class NonfiniteSteps:
         return len(self.in_a_row) >= self.training.max_nonfinite_steps
 
     def check(self) -> list[SkippedStep]:
-        """Checks the steps since the last check, until there are too many; returns those that were skipped.
-
-        float16 overflows are not reported while the dynamic loss scale can still shrink: that is how the scale is
-        found.
-        """
+        """Checks the steps since the last check, until there are too many; returns those that were skipped."""
         new = []
         waiting, self._waiting = self._waiting, []
+        # One transfer for all steps.
         fetched = jax.device_get([results for _, _, results in waiting])
         for (step, samples, _), results in zip(waiting, fetched, strict=True):
             index, loss = int(results["first_bad"]), float(results["loss"])
             if index == GOOD:
                 self.in_a_row = []
+            # Overflows of float16 are no failures while the dynamic loss scale can still shrink: so it is found.
             elif not self._is_scaling(loss, results.get("loss_scale")):
                 new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])
@@ -101,20 +100,26 @@ class NonfiniteSteps:
 def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[CheckedTensor]:
     """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
 
-    Layers come from the last to the first, then the parameters outside of layers. A cotangent that overflows in a layer
-    makes the gradients of all layers before it nonfinite, so the first in this order is nearest to the cause.
+    Layers come from the last to the first, then the parameters outside of layers.
 
     Args:
       records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
     """
     in_tree_order = tensors_in_tree_order(records, numbers_of)
+    # A cotangent that overflows in a layer makes the gradients of all layers before it nonfinite: the first one in the
+    # order of the backward pass is nearest to the cause.
     return [in_tree_order[i] for i in backwards(in_tree_order)]
 
 
 def tensors_of(program: TrainStep) -> list[CheckedTensor]:
     """Lists the tensors that a step's `first_bad` indexes."""
     return tensors(program.trainable_records, program.layer_numbers)
+
+
+def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
+    """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
+    return norm_and_first_bad(scalar, values, records, numbers_of, norm_may_overflow=True)[1]
 
 
 def bad_parameter(program: TrainStep, parameters: Tree) -> CheckedTensor | None:

@@ -123,16 +123,8 @@ class Streamed:
     def __call__(
         self, record: ParamSpec, g: Array, p: Array, mu: Array, nu: Array, rows: Array | None = None
     ) -> tuple[Array, Array, Array]:
-        """Returns the parameter and its moments after the step.
-
-        Args:
-          record: of the parameter.
-          g: gradient.
-          p: parameter.
-          mu: first moment.
-          nu: second moment.
-          rows: numbers of the layers, if these are some of a stack's.
-        """
+        """Returns the parameter and its moments after the step; `rows` are the numbers of the layers that it stacks, if
+        these are some of a stack's."""
         # For a single parameter: without clipping no update depends on another parameter.
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
@@ -221,6 +213,7 @@ class _LayerLoop:
         """Describes the loop over stacks, or over arrays outside them."""
         numbers = [ranks.numbers(order_of(record.name, orders)) for record in records]
         sizes = [math.prod(jax.typeof(p).sharding.shard_shape(p.shape)) for _, p, *_ in arrays]
+        # The same of all stacks: moments, and perhaps parameters.
         hosted = tuple(i for i, a in enumerate(arrays[0]) if is_traced_on_host(a))
         return cls(one, ranks, records, numbers, exchange_pairs(sizes), hosted)
 
@@ -264,6 +257,7 @@ class _LayerLoop:
         for i, array in zip(self.hosted, arrived, strict=True):
             layer[i] = array
         new = self.one(self.records[place], *layer, rows=self.numbers[place][k])
+        # What stays on the device. 0 is the gradient, which nothing writes.
         for i in {1, 2, 3}.difference(self.hosted):
             stack[i] = self.ranks.with_layer(stack[i], new[i - 1], k)
         stacks[place] = tuple(stack)

@@ -23,16 +23,14 @@ def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
 def with_weight_decay(
     build: Callable[..., optax.GradientTransformation], options: Optimizer, steps: int
 ) -> optax.GradientTransformation:
-    """Builds an optimizer with its weight decay, which may depend on the step.
-
-    optax supports a schedule too, but adds a counter to the state. This reads the learning rate's counter instead, so
-    that a checkpoint has the same structure with and without a growing weight decay.
-    """
+    """Builds an optimizer with its weight decay, which may depend on the step."""
     decay = make_weight_decay(options, steps)
     if not callable(decay):
         return build(weight_decay=decay)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # By the learning rate's counter, the last of the chain. optax takes a schedule, too, but adds a counter to the
+        # state: a checkpoint would differ in structure with and without a growing weight decay.
         return build(weight_decay=decay(state[-1].count)).update(updates, state, params)
 
     return optax.GradientTransformation(build(weight_decay=0.0).init, update)

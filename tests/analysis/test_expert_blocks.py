@@ -1,33 +1,43 @@
 """The loop over blocks of experts' products: as many blocks as are compiled, and what they cost a step."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from mtjax import config
 from mtjax.analysis import expert_blocks as analysis
 from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.copies import Copy
-from mtjax.analysis.expert_blocks import block_copies, expert_blocks
+from mtjax.analysis.expert_blocks import block_copies, blocks_of, expert_blocks
 from mtjax.analysis.hardware import DGX_H100
 from mtjax.analysis.timing import step_time
-from mtjax.inspect.compiled import expected_blocks
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.models.kernels import grouped
 
 
-def test_blocks_are_those_of_the_program():
-    for name, mesh, changes in [
-        ("mixtral-8x7b", "32x1", {"microbatch_size": 16}),
-        ("mixtral-8x7b", "data=4,expert=8,model=1", {"microbatch_size": 4}),
-        ("mixtral-8x7b", "data=4,expert=8,model=1", {"microbatch_size": 1, "capacity_factor": 1.25}),
-        ("qwen3-30b-a3b", "data=4,expert=8,model=1", {"microbatch_size": 2}),
+def test_blocks_have_the_rows_of_the_kernel():
+    for count in (8, 128):
+        rows = grouped.Blocks("swiglu", count).rows
+        places = [count * n + more for n in (0, 1, 63, 64, 100, 1024, 8191, 8192, 70_000) for more in (0, 1, count - 1)]
+        assert [blocks_of(n, count, 1).rows for n in places] == [rows(n) for n in places]
+
+
+def test_a_rank_has_the_blocks_of_its_experts():
+    """Of samples of 4,096 tokens. Each of Mixtral's 8 experts has 1,024 of a sample's pairs, each of Qwen3's 128 has
+    4,096 of two samples of 8 ranks; with a capacity of 1,280 there are 8 x 1,280 slots, of which a block has an eighth
+    of an expert's: 160, so 128, and the expert has 8 x 1,024 pairs of 8 ranks."""
+    for name, mesh, changes, blocks in [
+        ("mixtral-8x7b", "32x1", {"microbatch_size": 16}, (1024, 8 * 16)),
+        ("mixtral-8x7b", "data=4,expert=8,model=1", {"microbatch_size": 4}, (1024, 8 * 4)),
+        (
+            "mixtral-8x7b",
+            "data=4,expert=8,model=1",
+            {"microbatch_size": 1, "capacity_factor": 1.25},
+            (128, 8192 // 128),
+        ),
+        ("qwen3-30b-a3b", "data=4,expert=8,model=1", {"microbatch_size": 2}, (512, 16 * 4096 // 512)),
     ]:
         run = config.replace(config.load(name), mesh=mesh, **changes)
-        program = SimpleNamespace(config=run, mesh_shape=parse_mesh(mesh))
-        blocks = expert_blocks(run.model, Plan.of(run, parse_mesh(mesh)))
-        assert blocks.number == expected_blocks(program) > 0  # pyright: ignore[reportArgumentType]
+        assert expert_blocks(run.model, Plan.of(run, parse_mesh(mesh))) == blocks
 
 
 def copies_of_mixtral(mesh: str) -> list[Copy]:

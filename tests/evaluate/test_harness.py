@@ -3,6 +3,8 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -11,7 +13,7 @@ from mtjax.commands.evaluate import main
 from mtjax.errors import UserError
 from mtjax.evaluate.harness_model import HarnessModel, rolling_rows, sampling_of
 from mtjax.evaluate.score import Scorer
-from mtjax.generate.request import Sampling
+from mtjax.generate.request import Sampling, Token
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     HIDDEN,
@@ -140,6 +142,36 @@ def test_generation_kwargs() -> None:
     for wrong, words in (({"num_beams": 4}, "have num_beams"), ({"temperature": -1}, "temperature")):
         with pytest.raises(UserError, match=words):
             sampling_of(wrong, 0)
+
+
+def test_texts_are_decoded_as_by_lm_eval(monkeypatch, tmp_path) -> None:
+    """Its hf model decodes the tokens of a text alone, without special ones, and cuts at a stop string then."""
+    from mtjax.data.tokens.tokenizer import open_tokenizer
+
+    made = llama_tokenizer()
+    made.save(str(tmp_path / "tokenizer.json"))
+    one, two = (made.encode(text, add_special_tokens=False).ids for text in ("the cat", "and the dog went"))
+    answer = [*one, made.token_to_id("<s>"), *two]
+
+    class Answering:
+        def __init__(self, *_: Any) -> None:
+            self.requests: list[Any] = []
+
+        def submit(self, request: Any) -> None:
+            self.requests.append(request)
+
+        def run(self) -> None:
+            for request in self.requests:
+                all(not request.on_token(Token(token)) for token in answer)
+                request.on_end("stop")
+
+    monkeypatch.setattr("mtjax.evaluate.harness_model.Engine", Answering)
+    monkeypatch.setattr("mtjax.evaluate.harness_model.GenerationPrograms", lambda *_: None)
+    scorer: Any = SimpleNamespace(longest=512, sharded_model=None)
+    model = HarnessModel(scorer, None, open_tokenizer(str(tmp_path / "tokenizer.json")), 1, frozenset({2}), 4)
+    expected = made.decode(answer, skip_special_tokens=True).split("dog")[0]
+    assert expected == "the cat and the "
+    assert model.generate([("the end of the road", {"until": ["dog"]})]) == [expected]
 
 
 def test_texts_leave_room_for_a_prompt(answering) -> None:

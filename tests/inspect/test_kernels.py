@@ -175,6 +175,39 @@ def test_loops_of_machine_code_are_counted_by_their_bytes():
     assert (counts["LDG"], counts["MUFU"], counts["STG"]) == (1 + 5 * 2, 5, 1)
 
 
+BRANCHES = """
+.text.example:
+        /*0000*/                   LDG.E R5, desc[UR4][R2.64] ;
+        /*0010*/              @P0 BRA `(.L_x_0) ;
+        /*0020*/                   LDG.E.64 R6, desc[UR4][R2.64] ;
+        /*0030*/                   MUFU.EX2 R5, R6 ;
+        /*0040*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0050*/                   LDG.E.64 R6, desc[UR4][R2.64+0x200] ;
+        /*0060*/                   FADD R5, R6, R7 ;
+.L_x_1:
+        /*0070*/              @!P1 BRA `(.L_x_2) ;
+        /*0080*/              @P2  LDG.E.64 R6, desc[UR4][R2.64+0x400] ;
+        /*0090*/                   FMUL R5, R6, R7 ;
+.L_x_2:
+        /*00a0*/                   STG.E desc[UR4][R2.64], R5 ;
+        /*00b0*/                   EXIT ;
+.L_x_3:
+        /*00c0*/                   BRA `(.L_x_3);
+"""
+
+
+def test_of_a_branch_the_side_is_counted_that_threads_take():
+    """A quarter takes the first side. Of what is behind a predicate, or of merged accesses, nothing is known."""
+    code = sass.parse(BRANCHES)["example"]
+    assert code.branches == [(2, 4), (5, 6), (8, 9)] and not code.loops
+    accesses = [(4, 1.0), (8, 0.25), (8, 0.75), (8, 0.1), (4, 1.0)]
+    shares = code.shares(accesses)
+    counts = code.counts(1, shares)
+    assert (counts["MUFU"], counts["FADD"], counts["FMUL"], counts["STG"]) == (0.25, 0.75, 1, 1)
+    assert code.shares(accesses[1:]) is None and code.counts(1)["MUFU"] == code.counts(1)["FADD"] == 1
+
+
 def test_occupancy_is_that_of_nvidias_calculator():
     """Threads, registers and bytes of shared memory of a block on H100, as the CUDA occupancy calculator says."""
     published = {
@@ -249,6 +282,44 @@ def test_instructions_are_those_of_the_source_however_ptxas_unrolls(tmp_path):
     # 2 blocks for each of 132 multiprocessors, in which 16 threads compute an exponential per clock of 1.98 GHz.
     assert found.seconds[SPECIAL] == pytest.approx(2 * THREADS * TURNS / 16 / 1.98e9)
     assert found.coalesced == 1 and found.spilled == 0 and found.registers == assembled.registers > 0
+
+
+SIDES = """
+	mov.u32 	%r6, %ctaid.x;
+	setp.lt.u32 	%p2, %r6, 88;
+	@%p2 bra 	$L_first;
+	ld.global.nc.f32 	%f4, [%rd2+4096];
+	{more}
+	add.f32 	%f1, %f1, %f4;
+	bra.uni 	$L_end;
+$L_first:
+	ld.global.nc.f32 	%f5, [%rd2+8192];
+	{other}
+	add.f32 	%f1, %f1, %f5;
+$L_end:
+	mul.wide.u32 %rd7, %r1, 4;
+	add.s64 %rd8, %rd2, %rd7;
+	st.global.f32 [%rd8], %f1;
+"""
+"""The first 88 blocks take one side, others the other."""
+
+
+@needs_aot
+def test_blocks_that_take_different_sides_of_a_branch_are_averaged(tmp_path):
+    """As of arrays that are written side by side: of 264 blocks a third computes 80 exponentials, the others 40."""
+    kernel = KERNEL.replace("ex2.approx.ftz.f32 	%f3, %f2;", "mov.f32 	%f3, %f2;")
+    kernel = kernel.replace("@%p1 bra 	$L__BB0_1;", "")
+    # So many that ptxas makes a branch, not predicated instructions, which all threads would issue.
+    forty, eighty = (f"ex2.approx.ftz.f32 %f{i}, %f{i};\n" * n for i, n in ((4, 40), (5, 80)))
+    path = tmp_path / "a.ptx"
+    path.write_text(HEAD + kernel.format(end=SIDES.format(more=forty, other=eighty)))
+    code = ptx.parse(path.read_text())["example"]
+    assembled = assemble([path], "sm_90a", tmp_path)["example"]
+    found = machine_of(code, assembled, KernelLaunch((264, 1, 1), (THREADS, 1, 1), 0), H100)
+    # Of the eight blocks that are followed, three are among the first 88.
+    assert found.counts[SPECIAL] == pytest.approx((5 * 40 + 3 * 80) / 8)
+    alone = machine_of(code, assembled, KernelLaunch((88, 1, 1), (THREADS, 1, 1), 0), H100)
+    assert alone.counts[SPECIAL] == 80
 
 
 def u32_arrays(report: Report, least: int) -> list[str]:

@@ -218,7 +218,10 @@ def test_a_trace_of_a_run_with_other_settings_names_them(cpu_report: Report, tmp
         UserError, match="hidden_size is 128 there and 64 here; .*global_batch_size is 16 there and 8 here"
     ):
         measure(cpu_report, tmp_path)
-    config.save(tiny(), tmp_path / "config.toml")
+    config.save(tiny(attention_dropout=0.25, loss_chunk=7), tmp_path / "config.toml")
+    with pytest.raises(UserError, match=r"loss_chunk is 7 there and .* here; attention_dropout is 0.25 there and"):
+        measure(cpu_report, tmp_path)
+    config.save(tiny(attention="auto"), tmp_path / "config.toml")
     assert measure(cpu_report, folder / "a.trace.json.gz").steps == 1
 
 

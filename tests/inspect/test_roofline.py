@@ -125,6 +125,8 @@ ENTRY %main (s: f32[8,100], i: s32[], n: f32[100], x: bf16[4,6,5], y: bf16[4,5,7
   %flash = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
   %back = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %lib = (f32[4,6,7]{2,1,0}, s8[64]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+  %masked = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "PADDING_CAUSAL", "dropout_rate": 0}}
+  %ring = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "NO_MASK", "dropout_rate": 0}}
   ROOT %g = f32[4,6,7]{2,1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
 }
 """  # noqa: E501
@@ -135,6 +137,56 @@ def test_of_slices_only_the_slice_moves():
     moved = bytes_moved(module, module.entry, module.entry.by_name["f"])
     # Read: a row of the stack, the number, the new row; written: the row that was cut, and the row in place.
     assert moved == 400 + 4 + 400 + 400 + 400
+
+
+UPDATED = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%in_place (x: f32[8,100], new: f32[8,10]) -> f32[800] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  ROOT %flat = f32[800]{0} bitcast(%put)
+}
+
+%summed (x: f32[8,100], new: f32[8,10]) -> f32[8] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  %start = f32[] constant(0)
+  ROOT %rows = f32[8]{0} reduce(%put, %start), dimensions={1}, to_apply=%add
+}
+
+%cut (x: f32[8,100], new: f32[8,10]) -> f32[2,100] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %new = f32[8,10]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %put = f32[8,100]{1,0} dynamic-update-slice(%x, %new, %zero, %zero)
+  ROOT %rows = f32[2,100]{1,0} slice(%put), slice={[0:2], [0:100]}
+}
+
+ENTRY %main (x: f32[8,100], n: f32[8,10]) -> f32[8] {
+  %x = f32[8,100]{1,0} parameter(0)
+  %n = f32[8,10]{1,0} parameter(1)
+  %p = f32[800]{0} fusion(%x, %n), kind=kLoop, calls=%in_place
+  %c = f32[2,100]{1,0} fusion(%x, %n), kind=kLoop, calls=%cut
+  ROOT %s = f32[8]{0} fusion(%x, %n), kind=kInput, calls=%summed
+}
+"""
+
+
+def test_an_updated_array_is_read_unless_it_is_updated_in_place():
+    """The loss overwrites the logits of padding in the kernels that reduce them: these read all logits."""
+    module = hlo.parse(UPDATED)
+    moved = {name: bytes_moved(module, module.entry, module.entry.by_name[name]) for name in ("p", "s", "c")}
+    assert moved == {"p": 320 + 320, "s": 3200 + 320 + 32, "c": 800 + 320 + 800}
 
 
 CONVERTED = """HloModule m, is_scheduled=true
@@ -193,4 +245,14 @@ def test_flash_attention_counts_its_products_in_full():
     once = 2 * 2 * 3 * 64 * 64 * 16
     assert product_of(module.entry, module.entry.by_name["flash"]).flops == 2 * once
     assert product_of(module.entry, module.entry.by_name["back"]).flops == 5 * once
-    assert count_flops(module) == 7 * once + 2 * 2 * 4 * 6 * 5 * 7
+    assert count_flops(module) == 11 * once + 2 * 2 * 4 * 6 * 5 * 7
+
+
+def test_of_causal_flash_attention_half_takes_time():
+    module = hlo.parse(FUSED)
+    roofline = Roofline(module, [], SERVER, dataclasses.replace(CONSTANTS, launch=0.0))
+    times = {
+        name: roofline.product_seconds(product_of(module.entry, module.entry.by_name[name]))
+        for name in ("flash", "masked", "ring")
+    }
+    assert times["ring"] == pytest.approx(2 * times["flash"]) and times["masked"] == times["flash"]

@@ -16,8 +16,9 @@ from mtjax.families.registry import FAMILIES
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.language_model import run_sections
-from mtjax.models.layer import KINDS, MIXERS, Stack, run_layer
+from mtjax.models.layer import Stack, run_layer
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.ops import Linear, normal
 from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.sharding.axes import spec, use_rules

@@ -44,3 +44,14 @@ def test_strong_scaling_stays_below_ideal():
     model, ideal, bound = (list(line.get_ydata()) for line in found.lines)
     assert all(m <= i * 1.001 for m, i in zip(model, ideal, strict=True))
     assert bound[-1] == pytest.approx(amdahl_speedup(0.01, ideal[-1]))
+
+
+@pytest.mark.parametrize("mesh", ["data=2,shard=4,model=1", "data=2,context=2,model=2"])
+def test_a_replica_has_all_ranks_but_those_of_data(mesh):
+    """A group of 4 ranks shares the batch of 64, so that there are up to 16; context parallel ranks do not."""
+    found, plan = axes(), Plan(parse_mesh(mesh), 64, 8, zero=1)
+    plots.strong_scaling(found, SHAPE, plan, DGX_H100, 0.01)
+    times, ideal, _ = found.lines
+    most = 16 if "shard" in mesh else 64
+    assert list(ideal.get_ydata()) == [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
+    assert list(times.get_xdata()) == [4 * n for n in ideal.get_ydata()]

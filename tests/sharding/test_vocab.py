@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding
 
 from mtjax.layout.layouts import TENSOR
 from mtjax.sharding.axes import partition_spec, use_rules
-from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
-from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
 from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 from tests.tiny import gradients_like, mesh_of
 

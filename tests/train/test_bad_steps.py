@@ -17,8 +17,8 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.param_specs import shardings
 from mtjax.train import loop, setup
-from mtjax.train.optimizer import GOOD, CheckedTensor, first_bad
-from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, tensors, tensors_of
+from mtjax.train.optimizer import GOOD, CheckedTensor
+from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, first_bad, tensors, tensors_of
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 

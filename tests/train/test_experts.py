@@ -313,3 +313,11 @@ def test_the_load_in_metrics_and_in_words():
     assert describe_load(entries) == f"busiest expert 4.00x, {named}"
     assert describe_load(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"
     assert describe_load({}) is None
+
+
+def test_the_load_of_fewer_choices_than_experts_and_of_none():
+    few = load_entries(np.array([[2, 0, 0, 0], [1, 1, 0, 0]], np.float32), np.array([1.0, 0.0]))
+    assert few["expert_load"] == [[4.0, 0.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]]
+    assert few["lost_share"] == 0.25
+    padding = load_entries(np.zeros((2, 4), np.float32), np.zeros(2))
+    assert (padding["expert_load_max"], padding["lost_share"]) == (0.0, 0.0)

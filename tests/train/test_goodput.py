@@ -109,8 +109,9 @@ def test_a_crash_costs_the_steps_behind_the_checkpoint_and_the_time_until_the_ne
     clock = Clock(1000.0)
     times, log = start(tmp_path, clock, 0)
     do_steps(log, clock, range(1, 6))
-    with times.spend(SAVE):
-        clock.time += 2.0
+    times.begin(SAVE)
+    clock.time += 2.0
+    times.begin(STEPS)
     log.write(5)
     do_steps(log, clock, range(6, 9))
     clock.time += 0.5  # of a step that is never finished: killed
@@ -167,8 +168,9 @@ def test_the_picture_shows_every_second_in_its_place(tmp_path: Path) -> None:
     for from_step, steps in ((0, range(1, 5)), (2, range(3, 9))):
         times, log = start(tmp_path, clock, from_step)
         do_steps(log, clock, steps)
-        with times.spend(VALIDATION):
-            clock.time += 3.0
+        times.begin(VALIDATION)
+        clock.time += 3.0
+        times.begin(STEPS)
         log.write(steps[-1])
     of = spans(read_lines(tmp_path / FILE))
     whole = totals(of)

@@ -183,6 +183,7 @@ class Attention(_Heads):
         lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
         lines += width_norm_collectives(stream, learns=learns) if self.normalizes_width else []
         # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
+        # A weight for all heads is replicated anyway, and has a line of its own below.
         per_head = 0 if self.qk_norm_scope == "head" else self.qk_norm
         inputs = "(hidden + 1)" if self.biases[0] else "hidden"
         kv_gradients = f"(2*{inputs} + {per_head})*key_width" if per_head else f"2*key_width*{inputs}"
@@ -303,11 +304,7 @@ def statistics_bytes(scores: Scores, plan: Plan) -> float:
 
 
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the bytes of gradients in attention's backward pass, with the probabilities saved or recomputed.
-
-    These are the gradients of probabilities and of scores, both in the compute dtype. The output's gradient takes the
-    memory of the values, which are read before it.
-    """
+    """Returns the bytes of gradients in attention's backward pass, with the probabilities saved or recomputed."""
     if plan.context_parallelism:
         return ring_step_bytes(scores, plan)
     if plan.packs_documents:  # the larger of both branches: keys and values, and their gradients, of all query heads
@@ -317,19 +314,17 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
         return 0.0
     if plan.attention_in_blocks:
         return block_bytes(scores, plan)
+    # Of probabilities and of scores. The output's gradient takes the memory of the values, which are read before it.
     return 2 * plan.element_bytes * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
 def ring_step_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the bytes alive in a ring step of the backward pass of context parallel attention.
-
-    Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients; with
-    all-gather those of all ranks. Of queries, output and its gradient the two chunks of the step, and the float32 sum
-    of the queries' gradients. XLA's kernel has those of `score_bytes`, of `QUERIES_AT_A_TIME` queries.
-    """
+    """Returns the bytes alive in a ring step of the backward pass of context parallel attention."""
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
     keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
     gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
+    # Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients. Of queries,
+    # output and its gradient the two chunks of the step, and the float32 sum of the queries' gradients.
     held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held

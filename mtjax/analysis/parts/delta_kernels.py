@@ -83,6 +83,7 @@ class DeltaSizes:
         of_loop = [2 * keys, 2 * keys, 2 * keys, 4 * keys, 3 * values]
         of_keys = [*[2 * shared + 2 * scores] * 4, *[number * keys for number in (1, 1, 2, 2, 2, 4.5)]]
         of_inverse = [number * 4 * self.pairs for number in (2, 3, 3, 2.5, 2.5, 6.75)]
+        # XLA: a kernel for each tap, each of which reads and writes the sum in float32.
         conv = [(4 + 2 * c) * self.channels, *[(4 + c) * self.channels] * (self.taps - 1), 2.5 * c * self.channels]
         return [*saved, *gate, *written, *of_loop, *of_keys, *of_inverse, *conv, 8 * c * self.width]
 

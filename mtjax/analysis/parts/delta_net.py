@@ -45,9 +45,7 @@ class DeltaNet(Mamba):
         return 2 * (self.inner + self.heads) / tensor_degree + shared
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
-        """Returns the projections, and the matmuls of the delta rule: sums of decays; products of a chunk's keys with
-        each other and with queries; the inverse, what tokens write and read of the state; and from chunk to chunk, what
-        they write less, read of the state and of each other, and leave in the state."""
+        """Returns the projections, and the matmuls of the delta rule."""
         inner, tokens, key = self.inner / tensor_degree, self.tokens, self.model.ssm_state
         heads, chunk, pairs = self.heads / tensor_degree, ssm_chunk(self.model), self._groups(tensor_degree)
         columns, of_context = self._columns(tensor_degree), []
@@ -68,12 +66,15 @@ class DeltaNet(Mamba):
         return [
             *adapter_products(self.rank, tokens, width, (inner, self.hidden)),
             Product(tokens, self.hidden, self._width(tensor_degree), reads_input=True),
+            # Sums of decays; products of a chunk's keys with each other and with queries.
             scanned(chunk, heads, gradients=1),
             scanned(key, chunk * pairs),
             scanned(key, chunk * pairs),
+            # The inverse, with what tokens write and read of the state.
             *inverse,
             scanned(chunk, inner),
             scanned(chunk, heads * key),
+            # From chunk to chunk: what tokens write less and read of the state, read of each other, and leave in it.
             scanned(key, 2 * columns, again=True),
             scanned(chunk, columns),
             scanned(key, columns),

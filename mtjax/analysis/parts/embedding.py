@@ -81,6 +81,7 @@ class TokenTypes(Part):
         return weights_of(embedding_weights(self.hidden, token_types=self.kinds))
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        # Where the sequence is not sharded every rank has the gradients of all tokens.
         has_sums = stream.split and self.kinds and not stream.is_frozen
         return [local_gradient_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
 

@@ -76,6 +76,7 @@ def capacity_dispatch(stream: ResidualStream) -> list[Expectation]:
 
     The backward pass sends tokens again, output gradients to experts and input gradients back.
     """
+    # Slots are sent whether a token fills them or not: shapes are static.
     slots, lines = "batch*num_experts*capacity", []
 
     def line(phase: str, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:

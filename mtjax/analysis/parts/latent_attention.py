@@ -171,6 +171,7 @@ class LatentAttention(Part):
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes of the keys of all heads and their gradient, and those of ordinary attention: gradients of
         scores, or of queries and values where these are not materialized, and gathered latents with their gradient."""
+        # Keys of all heads are put together from latents and the rotated key they share, and so are their gradients.
         widths = 2 * self.query_size
         if not plan.keeps_scores and not plan.context_parallelism:
             widths += self.query_size + self.value_size
@@ -201,6 +202,8 @@ class LatentAttention(Part):
             lines = [line for line in lines if (line.phase, line.kind) not in OF_INPUT]
         is_narrow = self.value != self.still + self.rotated
         lines += context_collectives(stream, has_narrow_values=is_narrow)
+        # The gathered latents are not saved: gradients of weights need them again, a frozen sublayer only the
+        # recompute.
         layers = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
         again = f"({layers} + {stream.side}grouped_layers)*{stream.turns}"
         times = stream.times if learns else stream.input_gradients

@@ -104,8 +104,7 @@ class Mamba(Part):
         return (2 * self.inner + self.heads) / tensor_degree + shared
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
-        """Returns the projections, and the scan's matmuls: sums of decays, scores of a chunk's tokens, what they read
-        of each other, what they leave in the state and read of it, and states from chunk to chunk."""
+        """Returns the projections, and the scan's matmuls."""
         inner, state, tokens = self.inner / tensor_degree, self.model.ssm_state, self.tokens
         chunk = ssm_chunk(self.model)
         chunks = min(chunks_at_once(self.model, 1, self.heads // tensor_degree), tokens / chunk)
@@ -121,9 +120,11 @@ class Mamba(Part):
         return [
             *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
             Product(tokens, self.hidden, self._width(tensor_degree), reads_input=True),
+            # Sums of decays; scores of a chunk's tokens, once for a group of heads; what they read of each other.
             decays,
             scanned(tokens, state, chunk * self._groups(tensor_degree)),
             scanned(tokens, chunk, inner, is_unread=True),
+            # What tokens leave in the state, and read of it; states from chunk to chunk.
             scanned(tokens, state, inner),
             scanned(tokens, state, inner),
             scanned(tokens, chunks, inner * state / chunk),

@@ -126,6 +126,7 @@ class Product:
     def adapter(self, rank: int) -> list["Product"]:
         """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
         sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
+        # A reads what the matmul reads; B's input is A's output, whose gradient stays inside.
         both = [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
         return [*both[:1], *(replace(second, reads_input=False, is_unsaved=True) for second in both[1:])]
 
@@ -133,6 +134,7 @@ class Product:
 def unrepeated(products: Sequence[Product]) -> list[Product]:
     """Returns the matmuls that the recompute of a layer omits: the last one, experts', and those of their biases, whose
     results its backward pass does not read."""
+    # XLA removes what nobody reads: the layer's output is saved already, as the input of the next layer.
     return [product for product in products if product.experts or product.is_output or product is products[-1]]
 
 
@@ -148,6 +150,8 @@ def adapter_products(
       row: inner and outer width of the row-parallel matmul.
     """
     inner, outer, count = columns
+    # A and B of the column-parallel matmuls, which read the same input and so count as one pair, then those of the
+    # row-parallel one, whose result is only added.
     sizes = ((inner, count * rank), (rank, outer), (row[0], rank), (rank, row[1]))
     factors = [Product(tokens, *size, is_adapter=True, is_unsaved=n % 2 > 0) for n, size in enumerate(sizes) if rank]
     return [replace(p, reads_input=n == 0, is_output=n == 3) for n, p in enumerate(factors)]
@@ -186,6 +190,7 @@ class Scores:
     def flops(self, *, causal: bool = False) -> float:
         """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, of a causal model only those of scores
         that it needs."""
+        # With full attention all scores count, as papers count them: MFU then compares with published numbers.
         return 2 * self.pairs * self.widths * (self.visible if causal and self.is_causal else 1)
 
 

@@ -230,6 +230,7 @@ def _with_own_adapter(
     saved: Mapping[str, float], count: int, rank: int, tokens: int, plan: Plan
 ) -> Mapping[str, float]:
     """Adds what a layer's own adapter saves, of so many products, to the bytes of a component."""
+    # 0: the model's own adapters have no dropout, whose inputs LoRA's would save.
     own = adapter_saved_bytes(rank, count, 0, tokens, plan)
     return {**saved, **{name: size + saved.get(name, 0) for name, size in own.items()}}
 
@@ -274,4 +275,5 @@ def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:
     # XLA: once a step, or in each layer that reads the block where these are in a loop.
     every = f"{stream.turns}*{stream.side}layers*{vectors}*hidden"
     line = local_gradient_sums(stream, every, "norms of shared blocks, once for all layers or in each")
+    # What is expected to be sent is the least that XLA may do, once for all layers.
     return [replace(line, count="1", sent=f"{vectors}*hidden")]

@@ -187,6 +187,7 @@ class BERT(Encoder, WithVocabulary):
     @staticmethod
     def num_tokens(batch: Mapping[str, Array]) -> Array:
         """Counts tokens that are not padding."""
+        # BERT reads all tokens and learns from masked ones: throughput counts what is read.
         return batch["padding_mask"].sum().astype(jnp.float32)
 
 

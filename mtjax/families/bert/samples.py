@@ -21,6 +21,7 @@ from mtjax.data.samples.styled import MASKED, PLAIN, SECOND, SPECIAL
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
+# Megatron's label of tokens without loss.
 IGNORED = -1
 # [CLS] and two [SEP], also for a single run, which has one [SEP]: runs are as long in both.
 SPECIAL_TOKENS = 3
@@ -83,6 +84,7 @@ class BertDataset(SentenceRuns):
         """
         text, lengths, target, random = self.run(index)
         if not self.options.sentence_order:
+            # By the rule of pairs, which cuts at both ends: the draws are Megatron's.
             text, _ = truncate_pair(text, text[:0], target, random)
             tokens = np.concatenate([[self.cls], text, [self.sep]]).astype(np.int32)
             return self._padded(*self._masked(tokens, random), np.zeros(len(tokens), np.int32))

@@ -38,6 +38,7 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     layers = model.mtp_num_layers
+    # Predictors embed tokens further ahead, so positions are looked up again for each.
     sides = ("", *(AHEAD,) * layers)
     positions: tuple[Part, ...] = (Positions(tokens, hidden, sides),) if model.position == "learned" else ()
     final: tuple[Part, ...] = (Norm("final_norm", norm_vectors(model), hidden),)
@@ -54,9 +55,11 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
     else:
         # Of the last token alone, which has read all others.
         head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
+    # What follows a lookup reads it in the backward pass: a norm, or a product with the embedding's width.
     read_again = bool(projected) or model.embedding_norm
     if model.embedding_norm:
         positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
+    # Each predictor looks up its tokens, and projects to the vocabulary with the model's tables.
     ahead = (
         LookupAhead(rows, hidden, owns_table=False),
         OutputProjection(rows, hidden, tokens, owns_table=False),

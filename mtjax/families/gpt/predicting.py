@@ -55,6 +55,7 @@ class PredictingGPT(GPT):
           options: of the cross-entropy.
         """
         (table, bias, _), reports, losses = self.output_head(), [], {}
+        # Rotation and segments are those of the tokens themselves: a predictor only embeds what is ahead.
         context = self._context(batch, keys, HiddenStates(hidden))
         for number in range(1, self.num_predictors + 1):
             predictor: Predictor = getattr(self, f"{PREFIX}{number}")

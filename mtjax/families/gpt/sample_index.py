@@ -128,6 +128,7 @@ def sample_index(
     index: np.ndarray = np.empty(shape, dtype) if out is None else np.lib.format.open_memmap(out, "w+", dtype, shape)
     if out is not None:
         reserve(out)
+    # int64: the tokens of all passes exceed 2^31 long before documents do.
     edges = np.zeros(len(documents) + 1, np.int64)
     ends = edges[1:]
     total = 0

@@ -144,6 +144,7 @@ class GPTDataset:
             parts = [self.tokens.get(int(self.document_index[first]), offset)]
             parts += [self.tokens.get(int(self.document_index[i])) for i in range(first + 1, last)]
             parts += [self.tokens.get(int(self.document_index[last]), 0, end)]
+        # An id beyond the vocabulary, of a corpus made with another tokenizer, would read any row of the table.
         text = checked_ids(parts, self.options.vocab_size, self.tokens.prefix)
         size = self.options.sequence_length + self.options.extra_token
         return np.pad(text, (0, size - len(text)), constant_values=FILL)
@@ -167,6 +168,7 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
         # By the input, as in Megatron: the end of a document is learned as a label, what follows it is not.
         sample["loss_mask"][ends] = 0.0
     if options.reset_position_ids:
+        # Minus the position of the newest start so far, in place of Megatron's loop.
         sample["position_ids"] = positions - np.maximum.accumulate(np.where(starts, positions, 0)).astype(np.int32)
     if options.reset_attention_mask:
         sample["segment_ids"] = np.cumsum(starts, dtype=np.int32)
@@ -187,6 +189,7 @@ def open_gpt(config: Config, share: Share) -> Dataset:
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
         eod_mask_loss=config.data.eod_mask_loss,
+        # Megatron keeps a partial sample of validation text only.
         keep_partial=share.split == "valid" and not config.data.drop_last_partial_validation_sequence,
         extra_token=config.data.add_extra_token_to_sequence,
     )

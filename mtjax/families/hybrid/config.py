@@ -56,6 +56,7 @@ def check_hybrid(model: "Model") -> None:
             f"num_layers is {model.num_layers}, and layer_pattern {model.layer_pattern!r} has {len(letters)} layers: "
             "remove num_layers, which follows from the pattern"
         )
+    # Either alone would be ignored silently.
     if ("E" in letters) != bool(model.num_experts):
         has = "has" if "E" in letters else "has no"
         raise UserError(
@@ -89,6 +90,7 @@ def _check_state_space(model: "Model") -> None:
             f"ssm_scales has {len(model.ssm_scales)} numbers, and needs {len(SCALED)}: of {', '.join(SCALED)}"
         )
     width, heads = model.ssm_head_dim, ssm_heads(model)
+    # Mamba-2's default is an inner width of twice the hidden size.
     if model.ssm_heads is None and 2 * model.hidden_size % width:
         raise UserError(
             f"2 x hidden_size {model.hidden_size} is not a multiple of ssm_head_dim {width}, the width of a head of "

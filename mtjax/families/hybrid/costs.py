@@ -58,6 +58,7 @@ def _layers_below_adapters(model: Model, frozen: set[str]) -> int:
     for unit, times in loops_of_pattern(letters_of(model)) if frozen else ():
         if not set(unit) <= frozen:
             below = len(unit) - len(unit.lstrip("".join(frozen)))
+            # A loop has one backward pass for all its layers.
             return count + (below if times == 1 else 0)
         count += len(unit) * times
     return 0

@@ -157,6 +157,7 @@ def _sizes(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 def hybrid_settings(arguments: Mapping[str, Any], letters: str) -> dict[str, Any]:
     """Returns mtjax's settings of a hybrid model from the arguments, besides those of a decoder."""
+    # mtjax has one set of sizes for both; with both kinds `_unread_delta` has checked that they are equal.
     sizes = _sizes(arguments, SIZES if "M" in letters or "G" not in letters else DELTA_SIZES)
     is_rope = arguments.get("position_embedding_type") == "rope"
     return {

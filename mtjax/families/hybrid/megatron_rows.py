@@ -21,6 +21,7 @@ def delta_rows(model: Model, name: str, *, is_split: bool) -> tuple[Row, ...]:
     ours, heads = "delta.layers.delta", ssm_heads(model)
     keys, values = (GROUPS, ssm_groups(model) * model.ssm_state), (INNER, heads * model.ssm_head_dim)
     logits = (("heads",), heads)
+    # Whole parts one after the other, unlike transformers' order by groups of heads.
     parts = {"query": keys, "key": keys, "value": values, "z": values, "beta": logits, "alpha": logits}
     embed: Dims = (("embed",),)
     product = partial(stacked, parts, name, is_split, "in_proj.weight", "query key value z beta alpha", rest=embed)

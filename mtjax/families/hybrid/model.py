@@ -37,6 +37,7 @@ class Hybrid(GPT):
     ) -> HiddenStates:
         """Embeds tokens; where layers of any stage read shared blocks, the embeddings go with the hidden states."""
         hidden = super()._embed(batch, keys, before, positions)
+        # With pipelines they cross every stage's boundary, as the encoder's output of a T5 does.
         return hidden._replace(encoded=hidden.x) if self.blocks else hidden
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:

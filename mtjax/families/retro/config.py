@@ -97,6 +97,7 @@ def check_retro(model: "Model") -> None:
             f"sequence_length {length} is not a multiple of retro_chunk {chunk}, the tokens that read the same "
             "neighbours: change one of the two"
         )
+    # Neighbours use the decoder's table of positions.
     if neighbour > length:
         raise UserError(
             f"a neighbour has {neighbour} tokens (retro_retrieved_chunks {model.retro_retrieved_chunks} x retro_chunk "

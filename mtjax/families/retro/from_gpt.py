@@ -92,6 +92,7 @@ class RetroSource:
 
     @cached_property
     def _drawn(self) -> dict[str, np.ndarray]:
+        # On a CPU: conversion uses no accelerator, and the draws are the same.
         model = ShardedModel(self._config, make_mesh(MeshShape(), jax.devices("cpu")))
         names = [name for name in self.parameters if is_added(name.split("."))]
         return {name: np.asarray(array) for name, array in draw_named(model, self._seed, names).items()}

@@ -64,10 +64,12 @@ class Retro(GPT):
     ) -> HiddenStates:
         """Embeds tokens, and the neighbours' with the same tables."""
         hidden = super()._embed(batch, keys, before, positions)
+        # Evaluation without neighbours, and generation of prompts that have none.
         if NEIGHBOURS not in batch:
             return hidden
         with jax.named_scope("embedding"):
             tokens = batch[NEIGHBOURS]
+            # A neighbour is a row of its own: positions begin at 0, and attention stays within it.
             rows = tokens.reshape(-1, tokens.shape[-1], out_sharding=spec("batch", None))
             read = embed_tokens(self.embedding, self.positions, rows, self.dtype)
             read = dropout(read, self.rate, neighbour_keys(keys, len(rows)), EMBEDDING_SITE, RESIDUAL)

@@ -72,6 +72,7 @@ class RetroStacks:
     def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
         """See `Stack.over_layers`; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours,
         tokens, embed], or None."""
+        # Retro generates without a KV cache.
         assert states is None
         return partial(self._run, context=context)
 

@@ -59,5 +59,6 @@ def _positions(model: Model) -> tuple[Part, ...]:
             return ()  # in `self_attention`
         lengths = {"encoder": model.sequence_length, "decoder": decoder_length(model)}
         return tuple(RelativeBias(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items())
+    # One table of positions for encoder and decoder.
     longest = max(model.sequence_length, decoder_length(model))
     return (Positions(longest, model.hidden_size, sides=("", DECODER_SIDE)),)

@@ -93,6 +93,7 @@ class T5(WithVocabulary):
         """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
+        # For the initial scale of residual branches, which depends on the number of layers.
         decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
         # As in Google's T5; Megatron-LM's, with learned positions, does not scale.
         is_scaled = model.tie_embeddings and model.position != "learned"
@@ -169,6 +170,7 @@ class T5(WithVocabulary):
         section = self.sections["encoder.stack"]
         hidden = section.embed(batch, None, None)
         with jax.named_scope("layers"):
+            # Not `run_sections`, which would run the decoder, too.
             x, _ = section.stack.over_layers(section.context(batch, None, hidden))(hidden.x)
         return self.encoder.finish(x, None)
 

@@ -58,6 +58,7 @@ def t5_ids(tokenizer: Tokenizer) -> T5Ids:
     sentinels = tuple(index for index in found if index is not None)
     size = tokenizer.vocab_size
     if not sentinels:
+        # Ids behind the tokenizer's: the model's vocabulary is as large as this says (`SAMPLES.vocabulary_size`).
         sentinels, size = tuple(range(size, size + SENTINELS)), size + SENTINELS
     return T5Ids(bos, eos, pad, sentinels, size)
 
@@ -125,6 +126,7 @@ class T5Dataset(SentenceRuns):
 
     def corrupt(self, text: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         """Returns `text` with sentinels for its spans, and (sentinel, span), (sentinel, span), ... - both unpadded."""
+        # A T5's text has no [CLS] and [SEP] that may not be masked.
         special = np.zeros(len(text), bool)
         # The decoder also has to hold its start and a sentinel for each span: no more is masked than fits with them.
         room = (self.options.decoder_length - 1) // 2

@@ -131,6 +131,7 @@ def _questions(article: dict[str, Any], labelled: bool) -> Iterator[tuple[tuple[
 
 def filled(question: str, option: str) -> str:
     """Returns a question with an answer in its blank, or appended to it."""
+    # As in Megatron-LM.
     return question.replace(BLANK, option) if BLANK in question else f"{question} {option}"
 
 

@@ -84,6 +84,7 @@ class Squad:
                 examples.bad.append(f"question {number} {found}")
             else:
                 examples.rows.append(found)
+        # As answers "" they would be scored, although the model of SQuAD 1.1 can't give that answer.
         if reads.impossible and not self.has_unanswerable:
             raise UserError(
                 f"{path} has {reads.impossible:,} questions with is_impossible, as in SQuAD 2.0: use --task squad2"
@@ -100,6 +101,7 @@ class Squad:
           UserError: the tokenizer has no character offsets.
         """
         tokenizer = encoder.tokenizer
+        # Answers are characters of the passage; only these tokenizers say which ones a token stands for.
         if not isinstance(tokenizer, FastTokenizer):
             raise UserError(
                 f"--task {self.name} requires a tokenizer with character offsets (tokenizer.json, or BERT's vocab.txt)"

@@ -172,6 +172,7 @@ class Windows:
         count = window.end - window.begin
         context, characters = self.examples[window.question].context, self.characters[window.question]
         inside = logits[offset : offset + count]
+        # Only tokens of the passage: an answer can't begin in the question.
         first, last = (np.argsort(-inside[:, end], kind="stable")[: options.n_best] for end in (0, 1))
         spans = []
         for start in first.tolist():
@@ -207,6 +208,7 @@ class Windows:
     def _label(self, window: Window, offset: int) -> tuple[int, int]:
         """Returns the positions of the answer's first and last token in a row; of `[CLS]` if one is outside."""
         first, last = self._answer_tokens[window.question]
+        # As in BERT's run_squad.py: a window with a part of the answer is trained as one without.
         if first < window.begin or last >= window.end:
             return 0, 0
         return offset + first - window.begin, offset + last - window.begin

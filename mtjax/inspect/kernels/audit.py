@@ -117,6 +117,7 @@ class KernelReport:
 
 def by_instructions(rows: Iterable[KernelRow]) -> dict[str, float]:
     """Returns the seconds that the instructions of operations' kernels take, but not of matmuls, by name."""
+    # A matmul's time is that of its FLOPs: its loop over tiles is not followed.
     return {name: row.by_instructions for row in rows if not row.by_products for name in row.instructions}
 
 
@@ -172,6 +173,7 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
     libraries = 0
     for site in map(_Site._make, executed(roofline, roofline.module.entry, 1, in_loop=False)):
         kernel = kernel_of(dumped, site.instruction)
+        # What XLA did not write is a library's, or a copy.
         if kernel in assembled:
             found.setdefault(kernel, []).append(site)
         elif site.instruction.opcode == "custom-call":

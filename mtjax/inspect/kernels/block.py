@@ -1,4 +1,4 @@
-"""One block of threads of a kernel, followed through its PTX: how often instructions run, and which memory they touch.
+"""A block of threads of a kernel, followed through its PTX: how often instructions run, and which memory they touch.
 
 Only what addresses and branches depend on is computed, on integers, for all threads of the block at once. What is
 loaded from memory is not known: it counts as 0, and is remembered as equal for all threads if all load it from one
@@ -18,6 +18,8 @@ from mtjax.inspect.kernels.ptx import Op, PtxEntry, width_of
 SECTOR = 32
 """Bytes of a sector, the smallest transfer between caches and memory."""
 WARP = 32
+MOST_BLOCKS = 8
+"""Blocks that are followed where one does not take all branches."""
 MOST_STEPS = 60_000
 """Instructions of a block after which it is no longer followed."""
 _BASE = 1 << 40
@@ -51,7 +53,7 @@ class Access:
 
 @dataclass
 class Followed:
-    """A block of threads."""
+    """A block of threads, or several."""
 
     threads: int
     executions: np.ndarray
@@ -64,25 +66,61 @@ class Followed:
     """Bytes of these sectors that its threads access."""
     is_complete: bool = True
     """Whether it was followed to its end."""
+    blocks: int = 1
+    """Blocks that were added together."""
 
     def bytes_per_thread(self, kernel: PtxEntry) -> float:
         """Returns the bytes of global memory that a thread loads and stores, on average."""
         return sum(a.threads * kernel.ops[i].access_bytes for i, a in self.accesses.items()) / self.threads
 
+    def straight(self, kernel: PtxEntry) -> list[tuple[int, float]]:
+        """Returns bytes and executions by a thread of each instruction on global memory outside of loops, in order."""
+        loops = kernel.in_loop() if self.executions.size else range(len(kernel.ops))  # matmuls are not followed
+        ops = [(i, op) for i, op in enumerate(kernel.ops) if op.space == "global" and i not in loops]
+        return [(op.access_bytes, self.executions[i] / self.threads) for i, op in ops]
+
 
 def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
-    """Follows the block in the middle of a launch.
+    """Follows the block in the middle of a launch; if it leaves out some accesses, several blocks.
 
     Args:
       kernel: the code.
       threads: of a block, by dimension.
       grid: blocks, by dimension.
     """
-    return _Block(kernel, threads, grid).run()
+    # The middle: blocks at the edges of an array take branches that the others do not.
+    found = _Block(kernel, threads, grid, (grid[0] // 2, grid[1] // 2, grid[2] // 2)).run()
+    if all(times for _, times in found.straight(kernel)):
+        return found
+    # Of arrays side by side, as gate and up, a block writes one. The golden ratio: equal distances could meet the same
+    # one each time.
+    count = int(np.prod(grid))
+    indices = sorted({int((i + 0.5) * 0.6180339887 % 1 * count) for i in range(MOST_BLOCKS)})
+    places = ((i % grid[0], i // grid[0] % grid[1], i // grid[0] // grid[1]) for i in indices)
+    return _together([_Block(kernel, threads, grid, place).run() for place in places])
+
+
+def _together(blocks: list[Followed]) -> Followed:
+    """Adds blocks of a kernel."""
+    found = blocks[0]
+    for block in blocks[1:]:
+        found.threads += block.threads
+        found.executions += block.executions
+        found.sectors += block.sectors
+        found.touched += block.touched
+        found.is_complete &= block.is_complete
+        found.blocks += 1
+        for i, b in block.accesses.items():
+            a = found.accesses.get(i, Access())
+            indexed = a.is_indexed or b.is_indexed
+            found.accesses[i] = Access(a.requests + b.requests, a.sectors + b.sectors, a.threads + b.threads, indexed)
+    return found
 
 
 class _Block:
-    def __init__(self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> None:
+    def __init__(
+        self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int], block: tuple[int, int, int]
+    ) -> None:
         self.kernel, self.size = kernel, int(np.prod(threads))
         # Everything else, all arithmetic on data, would take most of the time and change no count.
         self.needed = kernel.address_slice()
@@ -95,8 +133,7 @@ class _Block:
             below = int(np.prod(threads[:axis]))
             self._set(f"%tid.{name}", index // below % threads[axis])
             self._set(f"%ntid.{name}", np.full(self.size, threads[axis]))
-            # The middle: blocks at the edges of an array take branches that the others do not.
-            self._set(f"%ctaid.{name}", np.full(self.size, grid[axis] // 2))
+            self._set(f"%ctaid.{name}", np.full(self.size, block[axis]))
             self._set(f"%nctaid.{name}", np.full(self.size, grid[axis]))
         self._set("%laneid", index % WARP)
 

@@ -91,9 +91,11 @@ def machine_of(
     """
     followed = Followed(1, np.zeros(0, np.int64)) if is_matmul else follow(ptx, launch.threads, launch.grid)
     per_thread = followed.bytes_per_thread(ptx)
-    # PTX tells what a thread accesses, machine code what a loop's iteration does: only both tell the iterations.
-    times = assembled.code.times(per_thread)
-    counts = _by_pipe(assembled.code.counts(times))
+    # PTX tells what a thread accesses, machine code what a branch's side or a loop's iteration does: only both tell how
+    # often these run.
+    shares = assembled.code.shares(followed.straight(ptx))
+    times = assembled.code.times(per_thread, shares)
+    counts = _by_pipe(assembled.code.counts(times, shares))
     shared = assembled.shared + launch.shared
     accesses = followed.accesses.values()
     vectors: Counter[int] = Counter()
@@ -133,9 +135,9 @@ def _seconds(counts: Mapping[str, float], followed: Followed, launch: KernelLaun
     # A block's threads are issued in warps.
     threads = blocks * math.ceil(launch.block_threads / 32) * 32
     seconds = {pipe: threads * count / rates[pipe] / clock for pipe, count in counts.items()}
-    requested = sum(access.sectors for access in followed.accesses.values()) / L1_SECTORS
+    requested = sum(access.sectors for access in followed.accesses.values()) / followed.blocks / L1_SECTORS
     # What warps request passes the L1 cache each time; the block's distinct sectors come from L2 at least once.
-    seconds[SECTORS] = blocks * max(requested, followed.sectors / L2_SECTORS) / clock
+    seconds[SECTORS] = blocks * max(requested, followed.sectors / followed.blocks / L2_SECTORS) / clock
     return seconds
 
 

@@ -117,6 +117,11 @@ class PtxEntry:
                 pending += new
         return frozenset(kept)
 
+    def in_loop(self) -> frozenset[int]:
+        """Returns the indices of instructions between the target of a branch backward and the branch."""
+        firsts = ((self.labels.get(op.operands[-1], i), i) for i, op in enumerate(self.ops) if op.kind == "bra")
+        return frozenset(i for first, last in firsts if first < last for i in range(first, last + 1))
+
     @staticmethod
     def _seeds(op: Op) -> Iterator[str]:
         if op.guard:

@@ -59,6 +59,7 @@ def accesses(row: KernelRow) -> str:
     m = row.machine
     if not m.vectors:
         return "-"
+    # The width in which most bytes are moved, not the largest.
     widest = max(m.vectors, key=lambda width: width * m.vectors[width])
     share = "" if m.coalesced is None else f", {m.coalesced:.0%}"
     return f"{widest} B{share}" + (", indexed" if m.is_indexed else "")

@@ -96,6 +96,7 @@ def _joined(texts: Iterable[str]) -> str:
         start = _HEAD.search(text)
         if start is None:
             continue
+        # Version and target are those of all files.
         head = head or text[: start.end()]
         body = text[start.end() :]
         dynamic.update(_DYNAMIC.findall(body))

@@ -23,7 +23,7 @@ from mtjax.models.threefry import halves
 from mtjax.sharding.axes import num_shards, spec, varying_like
 from mtjax.sharding.context.attention import context_attention
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
-from mtjax.sharding.flash import residual_index
+from mtjax.sharding.flash import statistics_of, with_saved
 
 Attend = Callable[..., Array]
 """(query, key, value, scale=, is_causal=) -> output."""
@@ -194,6 +194,7 @@ class XlaBlocks:
 
 def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "batch seq key_seq"] | None:
     """Returns where a query attends to a key; None for everywhere."""
+    # By positions, not by places: a rank's tokens are two chunks of a sample, and keys may be another rank's.
     seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
     if queries.segments is not None and keys.segments is not None:
         same = queries.segments[:, :, None] == keys.segments[:, None, :]
@@ -269,8 +270,7 @@ class CudnnBlocks:
         assert dropout is None and queries.segments is None
         inputs = (queries.query, keys.key, keys.value)
         mixed, vjp = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
-        leaves = jax.tree.leaves(vjp)
-        return mixed, leaves[residual_index(leaves, (*inputs, mixed))].swapaxes(1, 2)
+        return mixed, statistics_of(vjp, (*inputs, mixed)).swapaxes(1, 2)
 
     def backward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -278,11 +278,8 @@ class CudnnBlocks:
         """See `BlockKernel.backward`."""
         # The kernel's vjp function, with the entire row's output and log-sums in place of the block's. Nothing reads
         # the block's then, so its forward kernel is not compiled.
-        assert dropout is None and queries.log_sums is not None
+        assert dropout is None and queries.log_sums is not None and queries.mixed is not None
         inputs = (queries.query, keys.key, keys.value)
         recomputed, vjp = jax.vjp(partial(self.attend, scale=self.scale, is_causal=is_causal), *inputs)
-        leaves, tree = jax.tree.flatten(vjp)
-        leaves[residual_index(leaves, (*inputs, recomputed))] = queries.log_sums.swapaxes(1, 2)
-        return jax.tree.unflatten(tree, [queries.mixed if leaf is recomputed else leaf for leaf in leaves])(
-            queries.gradient
-        )
+        again, log_sums = statistics_of(vjp, (*inputs, recomputed)), queries.log_sums.swapaxes(1, 2)
+        return with_saved(vjp, (recomputed, queries.mixed), (again, log_sums))(queries.gradient)

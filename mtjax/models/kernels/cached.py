@@ -112,6 +112,7 @@ def attend_grouped(
     (keys, key_scales), (values, value_scales) = (numbers_and_scales(each, query.dtype) for each in (keys, values))
     groups, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
+    # Scaled before the product: queries are fewer than scores.
     query = (query * options.scale_of(width)).transpose(0, 2, 1, 3)
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
@@ -160,6 +161,7 @@ def attend_latent(
       bias: added to the scores.
     """
     assert options.scale is not None and options.sinks is None
+    # One key for all heads: nothing is repeated for them.
     keys = cache.read_by(cache_positions)
     is_visible, _, bias = _visible(jnp.arange(cache.length), cache_positions, options, bias)
     scores = jnp.einsum(

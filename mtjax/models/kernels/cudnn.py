@@ -68,6 +68,8 @@ def kernel_of(
 
     if options.window is None or isinstance(options.window, int):
         return of(options.window), segments
+    # No window of any layer is shorter than the sample.
     if (least := min(options.windows)) >= length:
         return of(None), segments
+    # Layers have one window or none: the kernel of either is compiled, and the layer's number selects it.
     return flash.Either(of(least), of(None)), (options.window < length, segments)

@@ -63,6 +63,7 @@ class _Adapted(NamedTuple):
 
     def of_expert(self, expert: Array, others: tuple[Array, ...]) -> tuple[tuple[Array, ...], ...]:
         """Selects an expert's biases, the adapter of its first layer and that of its second."""
+        # A gather of one expert's arrays from the stacks: its index is known at run time only.
         each = tuple(array[expert] for array in others)
         adapters = each[self.num_biases :]
         return each[: self.num_biases], adapters[:2], adapters[2:]
@@ -97,16 +98,8 @@ def _blocked_forward(run: _Adapted, *arrays: Array) -> tuple[Array, tuple[Array,
 
 
 def _blocked_backward(run: _Adapted, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Recomputes each block's inner layer, and accumulates the gradients of tokens, gates and adapters in float32.
-
-    Args:
-      run: static arguments.
-      saved: the arrays of `_blocked`.
-      gradient: [tokens, embed].
-
-    Returns:
-      Gradients in their shapes and types; None for owners, matrices and biases.
-    """
+    """Recomputes each block's inner layer, and accumulates the gradients of tokens, gates and adapters in float32; none
+    of owners, matrices and biases."""
     x, gates, owners, up, down, *others = saved
     blocks, adapters = Division.of(run.run, owners, up.shape[0]), others[run.num_biases :]
 

@@ -170,19 +170,10 @@ def _blocked_forward(run: BlockedArguments, *arrays: Array) -> tuple[Array, tupl
 
 
 def _blocked_backward(run: BlockedArguments, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Recomputes each block's inner layer, and accumulates all gradients in float32.
+    """Recomputes each block's inner layer, and accumulates the gradients of all but owners in float32.
 
     With h the expert's inner layer and y = gate (h down): d gate = h . (dy down'), d h = gate (dy down'), d down = h'
     (gate dy).
-
-    Args:
-      run: static arguments.
-      saved: x [tokens, embed], gates and owners [pairs], up [experts, embed, ...], down [experts, mlp, embed], and
-        perhaps the biases of up [experts, ...].
-      gradient: [tokens, embed].
-
-    Returns:
-      Gradients of x, gates, up, down and biases, in their shapes and types; None for owners.
     """
     x, gates, owners, up, down, *biases = saved
     blocks = Division.of(run, owners, up.shape[0])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused  # packed samples 
 from jaxtyping import Bool, Int
 
 from mtjax.models.kernels.in_blocks import InBlocks, Inputs
-from mtjax.sharding.flash import either
+from mtjax.sharding.flash import either, with_saved
 
 Attend = Callable[..., Array]
 """(query, key, value, lengths, starts, scale=, window=) -> output; all heads have a key and a value."""
@@ -58,7 +59,7 @@ class Packed:
         def packed(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
             key, value = (_repeated(a, query.shape[2]) for a in (key, value))
             out, vjp = jax.vjp(self._packed(lengths, starts), query, key, value)
-            return out, _statistics(jax.tree.leaves(vjp))[1]
+            return out, _statistics(vjp)
 
         def in_blocks(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
             out, log_sums = self._blocks.forward(query, key, value, self._inputs(more))
@@ -79,10 +80,8 @@ class Packed:
             query, key, value = (_repeated(a, inputs[0].shape[2]) for a in inputs)
             # As in `Differentiable.backward`: the saved arrays replace the results of the forward kernel.
             recomputed, vjp = jax.vjp(self._packed(lengths, starts), query, key, value)
-            leaves, tree = jax.tree.flatten(vjp)
-            leaves[_statistics(leaves)[0]] = statistics
-            leaves = [out if leaf is recomputed else leaf for leaf in leaves]
-            d_query, d_key, d_value = jax.tree.unflatten(tree, leaves)(gradient)
+            saved = with_saved(vjp, (recomputed, out), (_statistics(vjp), statistics))
+            d_query, d_key, d_value = saved(gradient)
             return d_query, _summed(d_key, groups), _summed(d_value, groups)
 
         def in_blocks(inputs: tuple[Array, Array, Array], out: Array, statistics: Array, gradient: Array) -> tuple:
@@ -116,6 +115,7 @@ def documents(
       no sample has more.
     """
     is_start = segments[:, 1:] != segments[:, :-1]
+    # The first token begins a document.
     is_start = jnp.pad(is_start, ((0, 0), (1, 0)), constant_values=True)
     # One more than allowed, which tells whether a sample has too many.
     find = partial(jnp.nonzero, size=most + 1, fill_value=-1)
@@ -137,7 +137,7 @@ def _summed(a: Array, groups: int) -> Array:
     return grouped.sum(3, dtype=jnp.float32).astype(a.dtype)
 
 
-def _statistics(leaves: list[Array]) -> tuple[int, Array]:
+def _statistics(vjp: Any) -> Array:
     """Finds the kernel's statistics among its residuals: the only array of three dimensions."""
-    ((index, found),) = ((i, leaf) for i, leaf in enumerate(leaves) if leaf.ndim == 3)
-    return index, found
+    (found,) = (leaf for leaf in jax.tree.leaves(vjp) if leaf.ndim == 3)
+    return found

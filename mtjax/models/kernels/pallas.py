@@ -75,6 +75,7 @@ class Pallas:
         """See `FlashKernel`."""
         batch, length, heads, _ = query.shape
         shared = heads // key.shape[2]
+        # A program instance has a block of queries of one head, and all keys and values that it loops over.
         widths = _width(query), _width(value)
         whole = lambda width: pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h // shared, 0))  # noqa: E731
         block = lambda width: pl.BlockSpec((None, PALLAS_BLOCK, None, width), lambda i, h, b: (b, i, h, 0))  # noqa: E731
@@ -144,6 +145,7 @@ class Pallas:
     ) -> Any:
         """Runs a kernel: one program instance for each index of the grid."""
         like, is_of_keys = jax.tree.leaves(arrays), name == KEYS_BACKWARD
+        # `mtjax inspect` counts the kernel's FLOPs by its name, as a custom call says none.
         name += CAUSAL if self.is_causal else ""
         kernel = partial(body, replace(sizes, scale=self.scale, is_causal=self.is_causal, rate=self.rate))
         kernel.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]

@@ -102,17 +102,10 @@ def softmax_attention(
     bias: Float[Array, "1 heads seq key_seq"] | None = None,
     site: int = 0,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes attention from each query to the keys of its mask, normalized in float32.
+    """Computes attention from each query to the keys for which its mask is True, normalized in float32.
 
-    Args:
-      query: heads / groups consecutive query heads share a key and a value head.
-      key: keys.
-      value: values.
-      mask: True where a query attends to a key.
-      options: what is done with the scores.
-      dropout_keys: one per sample; None turns dropout off.
-      bias: added to the scores.
-      site: of the dropout.
+    Heads / groups consecutive query heads share a key and a value head; `bias` is added to the scores, and `site` is
+    that of the dropout, whose `dropout_keys` are one per sample; None turns it off.
     """
     shape, output_spec = query.shape, spec(*HEADS)
     # Cheaper than scaling the scores.

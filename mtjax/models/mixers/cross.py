@@ -61,6 +61,7 @@ class CrossAttention(nnx.Module):
             assert isinstance(state, CrossKVCache) and context.cache_positions is not None
             # The encoder ran once, in prefill; only its keys and values are needed.
             keys, values, lengths = state.read_by(context.cache_positions)
+            # Later positions hold what an earlier text of this slot has left.
             is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
             mixed = attend_grouped(query, keys, values, is_visible, self.options)
         return self.output(mixed), state

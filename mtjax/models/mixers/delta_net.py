@@ -49,6 +49,7 @@ class GatedDeltaNet(RecurrentMixer):
         """See `RecurrentMixer.recur`; before the rate is beta."""
         beta, rate = rates
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        # The logarithm: products of decays become sums.
         decay = self.rate_of(rate) * self.negative_a(mixed)
         if state is not None:
             assert context.cache_positions is not None

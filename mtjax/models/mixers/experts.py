@@ -70,6 +70,7 @@ class Router(nnx.Module):
           context: with dropout keys for the jitter, and padding.
         """
         model, sharding = self.model, spec("batch", "act_seq", None)
+        # The router's input alone: experts read the tokens as they are.
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.positions)
         weight = varying_like(self.weight[...], x)
         wide = x.astype(jnp.float32)
@@ -77,6 +78,7 @@ class Router(nnx.Module):
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         if self.linear_bias is not None:
             logits += varying_like(self.linear_bias[...], x)
+        # A few numbers per token, of which the backward pass recomputes scores and choice.
         logits = checkpoint_name(logits, SAVED)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
         # The choice is not differentiable; gradients reach the router through the gates.

@@ -29,6 +29,7 @@ class GatedSelfAttention(SelfAttention):
         """See `SelfAttention.__call__`."""
         gate, query, key, value = self.project_with_gate(x, context)
         mixed, state = self.mix(query, key, value, context, state)
+        # In float32, and cast once.
         opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
         return self.project_out(opened.astype(mixed.dtype), context), state
 

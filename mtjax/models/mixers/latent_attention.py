@@ -175,15 +175,8 @@ class LatentAttention(nnx.Module):
     def _attend_cached(
         self, query: Array, latent: Array, turned: Array, context: LayerContext, state: State
     ) -> tuple[Array, LatentCache]:
-        """Attends to the cached latents, to which those of the new tokens are appended.
-
-        Args:
-          query: [batch, seq, heads, head_dim].
-          latent: of the new tokens, [batch, seq, latent].
-          turned: the part of their keys to rotate, [batch, seq, rope].
-          context: with cache positions.
-          state: the cache.
-        """
+        """Attends to the cached latents, to which those of the new tokens are appended: `latent`, [batch, seq, latent],
+        and `turned`, the part of their keys to rotate, [batch, seq, rope]."""
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
         turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]

@@ -53,6 +53,7 @@ class RecurrentMixer(nnx.Module):
         for name in ("conv", self.shared_taps):
             setattr(self, name, uniform(next(keys), sizes[name], -bound, bound))
         self.rate_bias = _initial_rate_bias(next(keys), sizes["rate_bias"])
+        # Its logarithm is trained, so that A stays below 0.
         self.a_log = nnx.Param(jnp.log(uniform(next(keys), sizes["a_log"], 1.0, 16.0)[...]), axes=("heads",))
         output = recurrent_output(model)
         self.output = Linear(*output, std=output_std, bias=False, sequence="act_seq", key=next(keys))
@@ -76,7 +77,9 @@ class RecurrentMixer(nnx.Module):
         # Named as attention's output is, so that only full recompute runs the scan again.
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
+            # Else what the gate's gradient is computed from would wait until the first product's gradient needs it.
             y = self.gated_norm(*gradients_together(y, gate))
+        # Groups and their heads are heads again, for the row-parallel product.
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
         return self.project_out(y, context), state
 
@@ -95,6 +98,7 @@ class RecurrentMixer(nnx.Module):
         numbers of each head, [b, s, u, h] each, the rate last."""
         inner = self.heads_of_group * self.model.ssm_head_dim
         mixed = 2 * inner + 2 * self.model.ssm_state
+        # The gate; what is convolved together; then a number of each head for every rate.
         ends = [inner, *range(mixed, product.shape[-1], self.heads_of_group)]
         gate, *parts = jnp.split(product, ends, -1)
         return gate.reshape(*gate.shape[:-1], self.heads_of_group, self.model.ssm_head_dim), *parts
@@ -113,6 +117,7 @@ class RecurrentMixer(nnx.Module):
         self, mixed: Float[Array, "b s u channels"], before: Array | None, segments: Array | None
     ) -> Float[Array, "b s u channels"]:
         """Computes the convolution of the value and of the shared vectors; see `causal_convolution`."""
+        # Of the group that this rank computes, where ranks share one. Channels are in the order of `split`.
         shared = heads_in_use(getattr(self, self.shared_taps)[...], "groups")
         weights = jnp.concatenate([merged(self.by_groups(self.conv[...], 1), 2), shared[:, 0], shared[:, 1]], -1)
         return causal_convolution(mixed, weights, self.convolution_bias(), before, segments)
@@ -133,6 +138,7 @@ class RecurrentMixer(nnx.Module):
         earlier = one_later(ends)
         # The documents of the taps' tokens, too: no tap crosses into another document.
         segments = jnp.concatenate([pieces.own_of(earlier), segments], 1)
+        # A piece goes on whose last token is in the document of the token before the piece.
         convolved, goes_on = self.convolve(mixed, before, segments), ends[..., -1] == earlier[..., -1]
         return ConvolvedPieces(pieces, convolved, segments[:, taps:], segments[:, taps - 1], goes_on)
 

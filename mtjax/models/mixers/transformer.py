@@ -25,8 +25,6 @@ from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import SAVED, is_unrolled
 
 if TYPE_CHECKING:
-    from mtjax.models.head_norm import HeadNorm
-    from mtjax.models.mixers.grouped_qkv import GroupedQKV
     from mtjax.models.relative import RelativeBias
 
 
@@ -67,10 +65,20 @@ class SelfAttention(nnx.Module):
         """Draws the parameters."""
         qkv_key, output_key = jax.random.split(key)
         # Column-parallel query, key and value (sharded over heads), row-parallel output.
-        self.qkv = _qkv(model, qkv_key)
+        if num_kv_heads(model) == model.num_heads:
+            self.qkv = FusedQKV(model, key=qkv_key)
+        else:
+            from mtjax.models.mixers.grouped_qkv import GroupedQKV
+
+            self.qkv = GroupedQKV(model, key=qkv_key)
         sizes, bias = self_attention_products(model)["output"], attention_biases(model)[1]
         self.output = Linear(*sizes, std=output_std, bias=bias, sequence="act_seq", key=output_key)
-        self.query_norm, self.key_norm = _head_norms(model)
+        if model.qk_norm:
+            from mtjax.models.mixers.query_key import head_norms
+
+            self.query_norm, self.key_norm = head_norms(model)
+        else:
+            self.query_norm = self.key_norm = None
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, attention_sinks(model.num_heads)) if model.attention_sinks else None
@@ -82,16 +90,8 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
-
-        Args:
-          x: the input.
-          context: mask, rotation, dropout keys, cache positions.
-          state: None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended.
-
-        Returns:
-          The output, and the new state.
-        """
+        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it: `state` is
+        None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended."""
         # All-gathers sequences that are sharded, and computes query, key and value of the ranks' heads.
         query, key, value = self.qkv(gather_sequence(x, self.qkv.rule))
         mixed, state = self.mix(query, key, value, context, state)
@@ -110,7 +110,8 @@ class SelfAttention(nnx.Module):
         if is_unrolled() and self.qkv.is_read_linearly:
             # What the backward pass reads, instead of the products from which it would rotate these again.
             query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
-        options = self._options(context)
+        options = options_in_layer(self, context)
+        options = options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
             if self.relative is not None:
@@ -126,11 +127,6 @@ class SelfAttention(nnx.Module):
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
         return self.output(mixed)
 
-    def _options(self, context: LayerContext) -> AttentionOptions:
-        """Returns the layer's options, with its window and sinks."""
-        options = options_in_layer(self, context)
-        return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
-
 
 def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
     """Returns the options of attention in a layer, with its window and what its scores are observed by."""
@@ -138,26 +134,8 @@ def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
     return options if zeros is None else dataclasses.replace(options, largest_scores=zeros[...])
 
 
-def _head_norms(model: Model) -> "tuple[HeadNorm | None, HeadNorm | None]":
-    """Builds the norms of queries and of keys (QK norm), where a model has them."""
-    if not model.qk_norm:
-        return None, None
-    from mtjax.models.mixers.query_key import head_norms
-
-    return head_norms(model)
-
-
-def _qkv(model: Model, key: Array) -> "FusedQKV | GroupedQKV":
-    """Builds the product for query, key and value: by groups of heads, if the model has fewer KV heads than heads."""
-    if num_kv_heads(model) == model.num_heads:
-        return FusedQKV(model, key=key)
-    from mtjax.models.mixers.grouped_qkv import GroupedQKV
-
-    return GroupedQKV(model, key=key)
-
-
 def _relative_bias(model: Model, key: Array) -> "RelativeBias | None":
-    """Builds a layer's table of relative biases, if every layer has one."""
+    """Builds a layer's table of relative biases, if every layer has its own."""
     if model.position != "relative" or model.relative_bias_layers != "all":
         return None
     from mtjax.models.relative import RelativeBias
@@ -185,12 +163,8 @@ class FusedQKV(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], adapter: Callable[[], Array] | None = None
     ) -> tuple[Array, Array, Array]:
-        """Computes query, key and value, each [batch, seq, heads, head_dim].
-
-        Args:
-          x: the input.
-          adapter: computes what is added to the product, [batch, seq, 3, heads, head_dim], if anything is.
-        """
+        """Computes query, key and value, each [batch, seq, heads, head_dim]; `adapter` computes what is added to the
+        product, [batch, seq, 3, heads, head_dim]."""
         bias = None if self.bias is None else self.bias[...]
         save, names = not (is_unrolled() and self.is_read_linearly), ("qkv", "heads", "head_dim")
         product = project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
@@ -200,8 +174,7 @@ class FusedQKV(nnx.Module):
 
 
 def is_linear(model: Model) -> bool:
-    """Returns whether attention's inputs are linear in the products: rotated or scaled, neither normalized nor
-    clipped."""
+    """Returns whether attention's inputs are linear in the products: neither normalized nor clipped."""
     return not model.qk_norm and model.qkv_clip is None
 
 

@@ -38,6 +38,7 @@ class SaveBarriers:
         phase = next((phase for phase in (WRITTEN, COMMITTED) if phase in key), None)
         if phase is not None and self._remaining:
             self._remaining.remove(phase)
+            # Also after success: the others learn from it that this process has written its shards.
             reports = _barrier("", timeout_ms)
             if FAILED in reports:
                 raise PeerFailed(f"process {reports.index(FAILED)} could not write its shards")

@@ -69,6 +69,7 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
     """
     if output.local_checkpoints is None:
         return None
+    # The first process's: others may see the folder of the run before its file is written.
     identity = all_gather_text(
         "the name of the local checkpoints", _identity(folder) if jax.process_index() == 0 else ""
     )[0]
@@ -148,10 +149,8 @@ class LocalCheckpoints:
             self._writer.join()
 
     def _remove_old(self, newest: int) -> None:
-        """Removes all but the newest checkpoints up to `newest`, and later ones that are left from before a resume.
-
-        Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
-        """
+        """Removes all but the newest checkpoints up to `newest`, and later ones that are left from before a resume."""
+        # Any process may do this for its machine: when it has saved a step, all processes have finished the one before.
         # Steps above `newest` belong to a course of the run that a resume has left.
         steps = sorted(step for step in self._steps() if step <= newest)
         keep = set(steps[-self._keep :])
@@ -216,6 +215,7 @@ class LocalCheckpoints:
         name = f"step {step} in {self.folder}"
         if len({reports[process]["identity"] for process in holders}) > 1:
             return None, f"{name} is not used: the processes have different states of it"
+        # Replicas on other machines may have what this one has lost.
         if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
             return None, f"{name} is not used: {without}"
         # A process without its copy has no metadata either: take those of the first holder.
@@ -266,6 +266,8 @@ class LocalCheckpoints:
         for name, leaf in _named(tree):
             for copy in here:
                 state = copy.path / "state"
+                # Another process's copy may have this one's shards, where the mesh or the placement of processes
+                # differs.
                 if copy.path in self._corrupted or not covers(copy.pieces[name], leaf):
                     continue
                 read = partial(verify, state, name, copy.pieces[name], leaf)

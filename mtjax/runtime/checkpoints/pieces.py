@@ -60,6 +60,7 @@ def _distinct(leaf: jax.Array, first_copies: bool) -> Iterator[tuple[tuple[int, 
     seen = set()
     for shard in leaf.addressable_shards:
         start = tuple(index.start or 0 for index in shard.index)
+        # Several devices of a process may hold one shard.
         if start not in seen and (shard.replica_id == 0 or not first_copies):
             seen.add(start)
             yield start, shard.data

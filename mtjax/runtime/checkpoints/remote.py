@@ -50,6 +50,7 @@ class RemoteCheckpoints(Checkpoints):
     def __init__(
         self, folder: Path, *, keep_last: int, keep_every: int | None, before_metadata: Callable[[], object]
     ) -> None:
+        # Without the base class's `__init__`: there is no Orbax manager.
         self._before_metadata = before_metadata
         self.folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
         self._writer: threading.Thread | None = None

@@ -80,6 +80,7 @@ class Saves:
         why = None
         try:
             self._checkpoints.wait()
+            # Again: the disk may have gone meanwhile, and its mount point taken the files.
             why = self._why_moved()
         except PeerFailed:
             pass  # that process reports the reason

@@ -134,6 +134,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _advice(folder: Path) -> str:
+    # An address of `mtjax convert`, unless there is a folder of this name.
     if str(folder).startswith(("hf:", "megatron:", "peft:")) and not folder.exists():
         return f": convert them first, `mtjax convert --from {folder} --to mtjax:NEW`, and use NEW"
     if not folder.exists():
@@ -196,6 +197,7 @@ def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders:
     wanted = {dotted(path): shape_without_padding(leaf, order_of(dotted(path), orders)) for path, leaf in leaves}
     saved = set(weights.names)
     differing += [f"{name} is missing" for name in wanted if name not in saved]
+    # Shapes are read from the disk, array by array: not before all names fit.
     if not differing:
         shapes = {name: weights.open(name).shape for name in wanted}
         differing += [f"{n} is {shapes[n]} there and {wanted[n]} here" for n in wanted if shapes[n] != wanted[n]]

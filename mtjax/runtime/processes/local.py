@@ -137,6 +137,7 @@ def _wait(processes: "Sequence[subprocess.Popen[str]]", grace: float) -> None:
     """Returns when all have ended, or `grace` seconds after one failed."""
     failed_at = None
     while any(process.poll() is None for process in processes):
+        # The others get the time in which they notice it by themselves, and report what they know.
         if failed_at is None and any(process.poll() for process in processes):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > grace:

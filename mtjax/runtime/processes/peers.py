@@ -135,6 +135,7 @@ class Peers:
         """
         if not several_expected(self._parallel):
             return self
+        # Before jax connects, whose client ends the process in C++ if that fails.
         self._stderr = NativeStderr(self._given_up)
         try:
             start_processes(self._parallel)

@@ -86,6 +86,7 @@ class _ContextParallel(NamedTuple):
         def mapped(query: Array, key: Array, value: Array, metadata: _Metadata, *more: Array) -> Any:
             """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
+            # Slopes and indices of heads are divided as the heads are; the rest every tensor parallel rank has.
             if metadata_specs.slopes is not None:
                 metadata_specs = metadata_specs._replace(slopes=self.numbers)
             if metadata_specs.dropout is not None:
@@ -152,16 +153,7 @@ def _attend_forward(
 def _attend_backward(
     parallel: _ContextParallel, saved: Tree, gradient: Array
 ) -> tuple[Array, Array, Array, Array | None, None]:
-    """Runs the ring once more, for the gradients of query, key and value.
-
-    Args:
-      parallel: static arguments.
-      saved: query, key, value, sinks, metadata, output and log-sums.
-      gradient: of the output, [batch, seq, heads, head_dim].
-
-    Returns:
-      Gradients of query, key, value and sinks, in their shapes.
-    """
+    """Runs the ring once more, for the gradients of query, key, value and sinks."""
     *inputs, sinks, metadata, output, log_sums = saved
 
     def local(*arrays: Any) -> tuple[Array, Array, Array]:

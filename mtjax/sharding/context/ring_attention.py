@@ -196,12 +196,14 @@ def _pair(a: Array, choose: Callable[[Array, Array], tuple[Array, Array]]) -> Ar
 
 def _sum_query_pairs(is_before: Array, pairs: Array) -> Array:
     """Adds up gradients of `_query_pairs`: [2 batch, seq / 2, ...] -> [batch, seq, ...]."""
+    # Where the other rank is behind this one, the late queries are in both pairs.
     late, other = jnp.split(pairs, 2)
     return jnp.concatenate([jnp.where(is_before, other, 0), late + jnp.where(is_before, 0, other)], axis=1)
 
 
 def _sum_key_pairs(is_before: Array, pairs: Array) -> Array:
     """Adds up gradients of `_key_pairs`: [2 batch, seq / 2, ...] -> [batch, seq, ...]."""
+    # Where the other rank is before this one, the early keys are in both pairs.
     early, other = jnp.split(pairs, 2)
     return jnp.concatenate([early + jnp.where(is_before, other, 0), jnp.where(is_before, 0, other)], axis=1)
 

@@ -167,6 +167,7 @@ def _pass_on(maps: Float[Array, "pieces k n p+n"]) -> Float[Array, "pieces k n p
     width = maps.shape[-1] - maps.shape[-2]
 
     def through(state: Array, one: Array) -> tuple[Array, Array]:
+        # HIGHEST: TF32 would round the state again at each piece.
         kept = jnp.einsum("knm,kmp->knp", one[..., width:], state, precision=lax.Precision.HIGHEST)
         state = one[..., :width] + kept
         return state, state

@@ -185,6 +185,7 @@ class _ExpertParallel(NamedTuple):
         here, ranks, (width, chosen) = weights[0].shape[0], lax.axis_size(self.expert), (x.shape[-1], gates.shape[-1])
         # The routing of all ranks' tokens is small, and every rank needs it to know how many rows it receives.
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
+        # An index past the last expert has an owner past the last rank, to which nothing is sent.
         owners = (experts // here).reshape(ranks, -1, 1, chosen)
         # Once for each rank, even where several of a token's experts are there.
         is_sent = (owners == jnp.arange(ranks)[:, None]).any(-1)
@@ -302,16 +303,8 @@ def _apply_forward(dispatch: _ExpertParallel, *arrays: Any) -> tuple[Array, tupl
 
 
 def _apply_backward(dispatch: _ExpertParallel, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
-    """Differentiates `local` inside the map: recomputes it, so that nothing but its arguments is saved.
-
-    Args:
-      dispatch: static arguments.
-      saved: the arguments of `_apply`.
-      gradient: [batch, act_seq, embed].
-
-    Returns:
-      Gradients of x, gates and weights, in their shapes; None for the experts' indices.
-    """
+    """Differentiates `local` by a gradient [batch, act_seq, embed]; returns those of x, gates and weights."""
+    # Inside the map, and recomputed, so that nothing but the arguments of `_apply` is saved.
 
     def body(x: Array, gates: Array, experts: Chosen, *rest: Array) -> tuple[Array, ...]:
         *weights, gradient = rest

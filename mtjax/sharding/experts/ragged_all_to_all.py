@@ -109,6 +109,7 @@ def _send(route: _Route, rows: Float[Array, "sent width"], sizes: Int[Array, "ra
     """
     rank = lax.axis_index(route.axes)
     sent, received = sizes[rank], sizes[:, rank]
+    # As many rows as could come: shapes are static.
     empty = varying_like(jnp.zeros((route.received, rows.shape[1]), rows.dtype), rows)
     # The two branches pad alike, with zeros behind the received rows, so that what follows is one program.
     if _has_ragged():

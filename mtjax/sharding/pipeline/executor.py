@@ -347,18 +347,8 @@ class _Run(StageWork):
     def _head_backward(
         self, boundary: Tree, work: TickWork, _: Tree, sums: Tree, losses: Sums
     ) -> tuple[Tree, Tree, Sums]:
-        """Computes the head's losses and their gradients.
-
-        Args:
-          boundary: behind the last chunk.
-          work: of this half.
-          _: the received gradient, which is meaningless on the last stage.
-          sums: gradient accumulators.
-          losses: of earlier microbatches.
-
-        Returns:
-          The gradient of `boundary`, and `sums` and `losses` with the head's.
-        """
+        """Computes the head's losses of a boundary; returns its gradient, and `sums` and `losses` with the head's."""
+        # The gradient that was received, here unnamed, has no meaning on the last stage.
         head = lambda shards, boundary: self._head_losses(boundary, work, shards)  # noqa: E731
         head_losses, vjp = jax.vjp(head, self.shards, boundary)
         gradients, gradient = vjp(jax.tree.map(jnp.ones_like, head_losses))
@@ -367,18 +357,8 @@ class _Run(StageWork):
     def _embed_backward(
         self, section: int, boundary: Tree, work: TickWork, gradient: Tree, sums: Tree
     ) -> tuple[Tree, Tree]:
-        """Differentiates the embedding of a section's input.
-
-        Args:
-          section: its index.
-          boundary: behind the section before.
-          work: of this half.
-          gradient: of the section's input.
-          sums: gradient accumulators.
-
-        Returns:
-          The gradient of `boundary`, and `sums` with the embedding's.
-        """
+        """Differentiates a section's embedding by the gradient of its result; returns the gradient of `boundary`, which
+        is behind the section before, and `sums` with the embedding's."""
         embed = lambda shards, boundary: self.model.embed(  # noqa: E731
             section, self._parameters(shards), boundary, work.batch
         )

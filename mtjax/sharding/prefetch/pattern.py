@@ -210,16 +210,8 @@ class _Passed(NamedTuple):
 
 
 def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, list[Tree]]) -> tuple[Any, ...]:
-    """Runs the backward passes of all layers, from the last to the first.
-
-    Args:
-      program: the description.
-      residuals: what `_run_forward` saved.
-      cotangents: of the hidden states, [batch, act_seq, embed], and of the states.
-
-    Returns:
-      The gradients of the hidden states, of the layers' parameters, and of the constants.
-    """
+    """Runs the backward passes of all layers, from the last to the first; returns the gradients of the hidden states,
+    [batch, act_seq, embed], of the layers' parameters, and of the constants."""
     (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
     shared, stacks = LayerConstants(constants, inputs.others), inputs.stacks
 
@@ -265,13 +257,8 @@ def _layer_backward(
 ) -> _Passed:
     """Runs the backward pass of a layer, overlapped with the communication of its neighbours.
 
-    Args:
-      program: the description.
-      given: by the layer above.
-      saved: what the forward pass saved, and the cotangents of the layer's state.
-      places: the layer above, the layer, and the layer below.
-      shared: constants.
-      stacks: of all letters.
+    `given` is from the layer above, `saved` from the forward pass, with the cotangents of the layer's state; `places`
+    are the layer above, the layer, and the layer below.
     """
     (gradient, gathered, waiting, sums, of_constants), (above, (letter, place), below) = given, places
     own, sums, of_constants = program.letters[letter], dict(sums), list(of_constants)

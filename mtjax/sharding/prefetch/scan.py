@@ -142,12 +142,8 @@ def scan_with_prefetch(
 
 
 def _shared(constants: list[Array], carried: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Returns both unchanged; the gradients of `constants` are added to the cotangents of `carried`.
-
-    Args:
-      constants: arrays that every layer reads.
-      carried: the same arrays in the loop's carry, whose cotangents accumulate.
-    """
+    """Returns both unchanged; the gradients of `constants`, which every layer reads, are added to the cotangents of the
+    same arrays in the loop's carry."""
     # One by one, because some have no gradient.
     # XLA: without an accumulator in the carry, the last layer's gradients of these arrays are computed after the
     # backward loop, and all that they are computed from stays alive until then.
@@ -180,16 +176,8 @@ _add_to.defvjp(_add_to_forward, _add_to_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _begin(loop: PrefetchLoop, stack: list[Array], shards: list[Array]) -> tuple[_Slots, list[Array]]:
-    """Gathers the first layer.
-
-    Args:
-      loop: its description.
-      stack: the trainable prefetched parameters, [layers, ...]; returned unchanged, for the sake of their cotangents.
-      shards: all prefetched parameters, [layers, ...].
-
-    Returns:
-      Slots with the first layer's parameters, and `stack`.
-    """
+    """Gathers the first layer; returns slots with its parameters, and `stack` unchanged, [layers, ...] of the trainable
+    prefetched parameters, for the sake of its cotangents."""
     gathered = loop.gather(shards, 0)
     # A cotangent has the type of its primal, so the forward pass has zeros in the types of the gradients that the
     # backward pass will put there.

@@ -45,6 +45,7 @@ class RemoteFolder:
         self._token, self._beat = uuid.uuid4().hex, 0
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._uploading, self._closed = threading.Lock(), threading.Event()
+        # A daemon: a run that fails elsewhere is not kept alive by it, and its lock expires.
         self._thread = threading.Thread(target=self._live, name="remote folder", daemon=True)
 
     def claim(self, say: Callable[[str], object]) -> None:
@@ -113,6 +114,7 @@ class RemoteFolder:
         taken_from, seen, since = None, None, time.monotonic()
         while True:
             try:
+                # The store creates the object or refuses: of two starts at the same time one succeeds.
                 attempt(f"writing {self._lock}", lambda: fs.pipe_file(self._lock, self._word(), mode="create"))
                 return taken_from
             except FileExistsError:
@@ -124,6 +126,7 @@ class RemoteFolder:
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise in_use(self.url, name)
             if owner != seen:
+                # A holder is dead whose word has not changed for a lease by this machine's clock.
                 seen, since = owner, time.monotonic()
                 if not _is_gone(owner):
                     say(claimed(self.url, name, self._lease))

@@ -98,6 +98,7 @@ def writing(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as e:
+        # An error in the program, not of the disk.
         if disk_reason(e) is None:
             raise
         raise UserError(f"{folder} can't be written to: {first_line(e)}") from e

@@ -46,6 +46,7 @@ class CorruptionChecks:
         """
         if not self.is_due(step):
             return
+        # First: a step from states that differ would blame its own computation.
         self.check_state(step, state)
         # Fetched one after the other, so that both do not need memory at the same time.
         first, second = (np.asarray(self._rows_of_step(state, batch)) for _ in range(2))
@@ -77,7 +78,8 @@ class CorruptionChecks:
         )
 
     def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
-        """Computes all results of a step; only fingerprints leave the program, so few of them are stored."""
+        """Computes all results of a step."""
+        # Inside the program whose fingerprints they are: only these leave it, so few of the arrays are ever stored.
         loss, parts, gradients = self._program.gradients(*self._program.gradient_inputs(state, batch))
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
         return {"gradients": gradients, **state_arrays(following)}

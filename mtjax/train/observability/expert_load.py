@@ -22,8 +22,9 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
       dense: indices of the dense layers.
     """
     # load[layer, expert] = tokens of the expert / mean tokens per expert of the layer
-    # At least 1: counts are whole tokens, and a step of padding alone has none.
-    load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
+    # A step of padding alone has no tokens: its loads are 0. A mean below 1 is one, with fewer choices than experts.
+    mean = counts.mean(-1, keepdims=True)
+    load = counts / np.where(mean > 0, mean, 1)
     dead = int((counts == 0).sum())
     rows, layers = iter(load.round(4).tolist()), len(load) + len(dense)
     found = {
@@ -31,7 +32,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
         "expert_load_max": float(load.max()),
         "dead_experts": dead,
     }
-    return found if lost is None else found | {"lost_share": float(lost.sum() / counts.sum())}
+    return found if lost is None else found | {"lost_share": float(lost.sum() / max(counts.sum(), 1))}
 
 
 def describe_load(entry: dict[str, Any]) -> str | None:

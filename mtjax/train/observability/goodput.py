@@ -107,6 +107,7 @@ def _count_lost(result: list[Span], before: TimeRecord | None, start: float, fro
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
         span.seconds[AGAIN] = span.seconds.get(AGAIN, 0.0) + lost
+    # The time until the next start is down time only after a crash.
     if before is not None and not before.ended:
         result.append(Span(from_step, {DOWN: max(0.0, start - before.at)}))
 
@@ -231,6 +232,7 @@ def in_columns(of: list[Span], total: float) -> dict[str, Any]:
         length = sum(span.seconds.values())
         if length <= 0:
             continue
+        # The columns in which the span begins and ends.
         first, last = np.searchsorted(edges, (at, at + length), "right") - 1
         within = slice(max(first, 0), min(last, BINS - 1) + 1)
         overlap = np.minimum(edges[1:][within], at + length) - np.maximum(edges[:-1][within], at)

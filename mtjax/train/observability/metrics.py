@@ -145,6 +145,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the entries of a `metrics.jsonl`, with null as NaN; skips invalid lines, such as one that was cut off by a
     kill."""
     entries = []
+    # A line that was cut off may end within a character.
     with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -164,6 +165,7 @@ def _curve(entries: list[dict[str, Any]], name: str) -> tuple[list[float], list[
 def main_results(names: Iterable[str]) -> list[str]:
     """Returns the first of each task's metrics, called `TASK/RESULT`: its main result."""
     of_tasks = [name for name in names if "/" in name and not name.startswith(TIME)]
+    # Reversed, so that the first name of a task is assigned last, and stays.
     firsts = {name.partition("/")[0]: name for name in reversed(of_tasks)}
     return list(reversed(firsts.values()))
 
@@ -213,5 +215,6 @@ def _cut_off_the_start(axes: Any, curve: tuple[list[float], list[float]], others
     later = [loss for step, loss in zip(steps, losses, strict=True) if step > begin]
     least, most = min([*later, *others]), max([*later, *others])
     margin = (most - least) / 20
+    # Equal losses have no range to show.
     if margin > 0:
         axes.set_ylim(least - margin, most + margin)

@@ -52,19 +52,10 @@ class StartTimer:
         now = self._now()
         self._add(self._doing, now - self._since)
         self._doing, self._since = activity, now
+        # Events are nested within one activity alone.
         self._compiling.clear()
         if self._waiting is not None:  # of the steps only the first one, which is compiled: others are logged
             self._waiting.begin(None if activity == STEPS and STEPS in self._seconds else NAMES.get(activity))
-
-    @contextlib.contextmanager
-    def spend(self, activity: str) -> Iterator[None]:
-        """Counts the time in this context as `activity`, and then returns to the current one."""
-        before = self._doing
-        self.begin(activity)
-        try:
-            yield
-        finally:
-            self.begin(before)
 
     def take(self, activity: str, seconds: float) -> None:
         """Moves seconds that have just passed from the current activity to another."""
@@ -98,6 +89,7 @@ class StartTimer:
     @contextlib.contextmanager
     def watch_compiler(self) -> Iterator[None]:
         """Counts the time that jax spends on compiling in this thread as compilation; names activities on stderr."""
+        # Here, as this timer measures how long the import of jax takes.
         import jax
 
         self._waiting = Waiting()

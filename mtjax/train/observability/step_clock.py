@@ -48,6 +48,7 @@ class StepClock:
     ) -> None:
         self._folder, self._limit, self._peers, self._say = folder / "stacks", limit, peers, say
         self._times = times or StartTimer()
+        # The newest: a ramp of the batch size makes steps longer for good.
         self._laps: deque[float] = deque(maxlen=LAPS)
         self._lap_step = self._step = self._reported_step = step
         self._since = time.perf_counter()

@@ -120,7 +120,7 @@ ONLY = {
 MORE_KEYS = ("type_vocab_size", "intermediate_size")
 
 
-def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def pad_id(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Returns pad_token_id only: transformers' BertConfig has no bos_token_id and eos_token_id either."""
     pad = tokenizer.special("[PAD]") if tokenizer else None
     return {} if pad is None else {"pad_token_id": pad}
@@ -154,9 +154,10 @@ def _family(
             "is_decoder": False,
         }
 
-    return ModelType(model_type, model_class, table, FIELDS, read, write, only, _ids, more_keys=MORE_KEYS)
+    return ModelType(model_type, model_class, table, FIELDS, read, write, only, pad_id, more_keys=MORE_KEYS)
 
 
 BERT = _family("bert", "Bert", "post", POST_LN)
 MEGATRON_BERT = _family("megatron-bert", "MegatronBert", "pre", PRE_LN)
+# With task ids, ERNIE adds a fourth embedding.
 ERNIE = _family("ernie", "Ernie", "post", with_prefix(POST_LN, "ernie."), ONLY | {"use_task_id": (False,)})

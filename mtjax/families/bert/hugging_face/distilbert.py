@@ -16,8 +16,7 @@ from mtjax.convert.model_types.family import (
 )
 from mtjax.convert.model_types.rows import attention, linear, norm, row
 from mtjax.convert.table import Table
-from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.families.bert.hugging_face.bert import HEADS, LAYERS
+from mtjax.families.bert.hugging_face.bert import HEADS, LAYERS, pad_id
 
 EMBEDDINGS, BLOCK = "distilbert.embeddings", "distilbert.transformer.layer.{layer}"
 
@@ -85,12 +84,6 @@ def _write(model: Model) -> dict[str, Any]:
     }
 
 
-def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns pad_token_id only, as BERT's."""
-    pad = tokenizer.special("[PAD]") if tokenizer else None
-    return {} if pad is None else {"pad_token_id": pad}
-
-
 DISTILBERT = ModelType(
     model_type="distilbert",
     architecture="DistilBertForMaskedLM",
@@ -101,6 +94,6 @@ DISTILBERT = ModelType(
     # sinusoidal_pos_embds only says how the positions were initialized.
     only={"activation": tuple(ACTIVATIONS)},
     more_keys=("hidden_dim",),
-    ids=_ids,
+    ids=pad_id,
     aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 )

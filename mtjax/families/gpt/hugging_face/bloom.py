@@ -75,6 +75,7 @@ IN_ATTENTION = {
 
 def _read_attention(values: Json) -> Settings:
     found = values.get("attn_config") or {}
+    # In an object of its own, which `only` of the whole type does not check.
     wrong = [
         f"{key} of attn_config is {found[key]!r}, but must be {allowed[0]!r}"
         for key, allowed in IN_ATTENTION.items()
@@ -139,6 +140,7 @@ def _read_width(values: Json) -> Settings:
 
 def _opt_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder with matrices between its tables and its hidden states (OPT-350M)."""
+    # Without biases; models of one width have no such tensors, and these rows fit none of their parameters.
     ends = ("project_in", "project_out")
     return *decoder_rows(names, model), *(
         linear(end, f"{names.prefix}decoder.{end}", "embed", "features")[0] for end in ends

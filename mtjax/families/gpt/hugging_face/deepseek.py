@@ -172,6 +172,7 @@ def _write_ranks(model: Model) -> Json:
     return {
         **LATENT.write(model),
         "q_lora_rank": model.q_lora_rank or None,
+        # transformers' RoPE is as wide as head_dim says.
         "head_dim": model.qk_rope_head_dim,
         "qk_head_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
     }
@@ -180,6 +181,7 @@ def _write_ranks(model: Model) -> Json:
 WITHOUT_EXPERTS = (
     *LIKE_LLAMA,
     NO_BIASES,
+    # They follow from the other widths; every head has keys and values of its own.
     unused("head_dim", "qk_head_dim", "num_key_value_heads"),
     always(num_kv_heads=None),
     ConfigKeys(LATENT.keys, _read_ranks, _write_ranks),

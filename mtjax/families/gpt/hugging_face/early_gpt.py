@@ -55,6 +55,7 @@ OPENAI_GPT = decoder(
     # One rate for embeddings and sublayers here, two keys there.
     ConfigKeys((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
     names=ModuleNames(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
+    # GPT-2's names and layout of linear layers.
     rows=lambda names, model: (*outside_rows(names), *LAYER),
     architecture="LMHeadModel",
     aliases=GPT2_ALIASES,

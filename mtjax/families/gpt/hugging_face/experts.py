@@ -156,6 +156,7 @@ def _read_dense(values: Json) -> Settings:
 SPARSE_STEP = ConfigKeys(
     ("decoder_sparse_step", "mlp_only_layers"),
     _read_dense,
+    # A list says any pattern; the step only some.
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers(model))},
 )
 QWEN_EXPERTS = (
@@ -365,6 +366,7 @@ GPT_OSS = decoder(
     HEAD_DIM,
     ROPE,
     biases("attention_bias"),
+    # OpenAI's variant of SwiGLU: clamped, with (up + 1) in place of up.
     always(activation="swiglu_clamped", attention_sinks=True, expert_bias=True, router_linear_bias=True),
     windows(lambda values, layer: layer % 2 == 0),
     TOP_K,

@@ -27,6 +27,7 @@ def _linear(ours: str, theirs: str, inputs: str, outputs: str) -> tuple[Row, Row
 
 LAYER = (
     *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.ln_1"),
+    # All queries, all keys, all values, unlike GPT-NeoX's order by heads.
     *_linear(f"{LAYERS}.attention.qkv", f"{BLOCK}.attn.c_attn", "embed", "qkv*heads*head_dim"),
     *_linear(f"{LAYERS}.attention.output", f"{BLOCK}.attn.c_proj", "heads*head_dim", "embed"),
     *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.ln_2"),
@@ -50,6 +51,7 @@ FIELDS = (
     Field("norm_epsilon", "layer_norm_epsilon", 1e-5),
     Field("init_std", "initializer_range", 0.02),
     Field("tie_embeddings", "tie_word_embeddings", True),
+    # Written as embd_pdrop, too: mtjax has one rate for both.
     Field("hidden_dropout", "resid_pdrop", 0.1),
     Field("attention_dropout", "attn_pdrop", 0.1),
 )

@@ -128,6 +128,7 @@ MINIMAX_M2 = decoder(
     | {"rope_theta": 5e6, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     *(*LIKE_LLAMA, HEAD_DIM, NO_BIASES, TOP_K, SAME_SIZE, SIGMOID),
     ConfigKeys((*PARTIAL.keys, "rotary_dim"), _read_rotary_dim, PARTIAL.write, PARTIAL.named),
+    # Fixed in transformers' code of MiniMax-M2.
     always(qk_norm=True, qk_norm_scope="width", router_normalize=True),
     rows=ExpertNames(SPARSE, gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias").rows,
     only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)}
@@ -183,6 +184,7 @@ EXAONE_MOE = decoder(
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "first_k_dense_replace": 1}
     | {"moe_intermediate_size": 1024, "num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True}
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
+    # EXAONE 4's windows, with DeepSeek-V3's experts.
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, NO_BIASES, always(qk_norm=True), WINDOW_PART),
     ROTATED,
     counted("num_experts", default=64),
@@ -248,6 +250,7 @@ MELLUM = decoder(
 
 
 def _is_local(values: Json, layer: int) -> bool:
+    # transformers' default of Flint's layer_types.
     return not (layer < 2 or layer % 4 == 1 or layer == values["num_hidden_layers"] - 1)
 
 
@@ -280,6 +283,7 @@ FLEX_OLMO = decoder(
     *(*LIKE_LLAMA, ROPE, biases("attention_bias"), WIDTH_NORM, SAME_SIZE),
     counted("num_experts", "num_local_experts", default=7),
     fields(experts_top_k="num_experts_per_tok", router_normalize="norm_topk_prob"),
+    # OLMo 2's attention, with experts.
     names=ON_OUTPUTS,
     rows=QWEN_ROWS,
     classifies=False,
@@ -298,6 +302,7 @@ def _one_of(values: Json, key: str) -> Any:
 
 def _read_hunyuan(values: Json) -> Settings:
     chosen = {"num_experts": _one_of(values, "num_experts"), "experts_top_k": _one_of(values, "moe_topk")}
+    # Hunyuan has one shared expert, as wide as the others.
     return {**chosen, "expert_size": values["intermediate_size"], "shared_expert_size": values["intermediate_size"]}
 
 

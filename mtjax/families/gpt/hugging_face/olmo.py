@@ -82,6 +82,7 @@ def _has_window(values: Json, layer: int) -> bool:
 
 def _read_rotated(values: Json) -> Settings:
     """Reads which layers have RoPE: with a window anywhere, only those with a window."""
+    # transformers' EXAONE 4 without windows rotates in all layers.
     if values["sliding_window"] is None:
         return {"rope_layers": "R"}
     return {"rope_layers": shortest(sliding(values, _has_window).translate(str.maketrans("SF", "RN")))}

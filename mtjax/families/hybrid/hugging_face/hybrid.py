@@ -31,6 +31,7 @@ from mtjax.families.hybrid.hugging_face.hybrid_rows import hybrid_rows
 
 ATTENTION, STATE_SPACE = "full_attention", "linear_attention"
 """transformers' kinds of layers, besides `mlp` and `moe`."""
+# Names of transformers 4, too: "attention" and "mamba".
 _LETTERS = {"attention": "*", ATTENTION: "*", "mamba": "M", STATE_SPACE: "M", "mlp": "-", "moe": "E"}
 KINDS = {"*": ATTENTION, "M": STATE_SPACE, "-": "mlp", "E": "moe"}
 
@@ -173,6 +174,7 @@ def _read_bamba(values: Json) -> Settings:
 def _write_bamba(model: Model) -> Json:
     mixers = _mixers(model)
     attends = [i for i, letter in enumerate(mixers) if letter == "*"]
+    # At least 1: a pattern that fits nothing gives a config that fails the round trip, not a division by zero.
     return {"num_hidden_layers": max(len(mixers), 1), "attn_layer_indices": attends or None}
 
 

@@ -30,6 +30,7 @@ def _read_pattern(values: Json) -> Settings:
     if kinds is None and letters is None:
         # transformers' default.
         kinds = [STATE_SPACE, "moe", ATTENTION, "mlp"]
+    # The list wins, as in transformers, where the letters are an older key.
     letters = expanded(letters) if kinds is None else read_types(kinds, "layers_block_type")
     counted = {"num_experts": values["n_routed_experts"]} if "E" in letters else {"num_experts": 0}
     return {"layer_pattern": shortened_pattern(letters), **counted}
@@ -124,6 +125,7 @@ NEMOTRON_H = decoder(
         "mtp_layers_block_type",
         "num_nextn_predict_layers",
     ),
+    # Each layer has one mixer, whatever its kind, with one norm: all are called `mixer` and `norm`.
     names=NEMOTRON_MLP,
     rows=hybrid_rows("mixer", _nemotron_experts),
     ignored=lambda model: (r"mtp\..*",),
