@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    # By name, when it is asked for: importing all commands would take seconds before each.
+    # Only the command that is asked for: importing all of them would take seconds.
     return import_module(f"mtjax.commands.{argv[0].replace('-', '_')}").main(argv[1:])
 
 

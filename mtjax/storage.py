@@ -94,7 +94,7 @@ def filesystem(url: str) -> Any:
     if scheme == "s3":
         config = {"connect_timeout": SILENCE, "read_timeout": 2 * SILENCE, "retries": {"max_attempts": 0}}
         fs = require("fsspec", extra).filesystem("s3", use_listings_cache=False, config_kwargs=config)
-        # `attempt` retries, with a limit in seconds; the library's own retries would multiply its.
+        # `attempt` retries, with a limit in seconds; the library's own retries would multiply them.
         fs.retries = 2
         return fs
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises the errors that it logs with stacks

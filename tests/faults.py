@@ -1398,6 +1398,13 @@ FAULTS = (
         "test_ring_factors",
     ),
     Fault(
+        "inspect: a trace of a run with other layers per stage is taken for one of this program",
+        ' and name in ("attention", "unroll_layers")',
+        "",
+        "inspect",
+        "test_a_trace_of_a_run_with_other_settings",
+    ),
+    Fault(
         "analysis: attention is counted without its second product",
         "return 2 * self.pairs * self.widths",
         "return self.pairs * self.widths",

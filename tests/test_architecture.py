@@ -215,15 +215,15 @@ def test_nothing_imports_a_main_nor_a_last_tool() -> None:
 
 
 CORE = {
-    "sharding": (*("axes", "param_specs", "param_comm", "vocab", "zero", "gradients"),),
+    "sharding": ("axes", "param_specs", "param_comm", "token_chunks", "vocab", "gradients", "zero"),
     "models": (
         *("project", "ops", "layer_context", "kernels.xla", "mixers.transformer"),
         *("recompute", "layer", "language_model", "families.gpt.model", "sharded_model"),
     ),
     "train": ("optimizer", "step"),
 }
-"""What the step of a dense decoder runs, in the order in which to read it."""
-LINES_OF_CORE = 4459
+"""What the step of a dense decoder runs, by package; docs/architecture.md has the order in which to read it."""
+LINES_OF_CORE = 4663
 BELOW_CORE = {"config", "errors", "families.registry", "layout", "runtime.train_state", "runtime.xla_options"}
 
 

@@ -48,8 +48,8 @@ class Stack(LayerStack):
         """The components of a layer whose outputs its backward pass does not need."""
         if self.norms_outputs:
             return ()
-        # A sublayer's output is read where it is the input of the next one's norm: of the last one only by the next
-        # layer, whose input is saved.
+        # The next sublayer's norm reads a sublayer's output. That of the last one is read by the next layer alone, and
+        # the input of each layer is saved.
         return self.sublayers[-1:] if self.parallel == "no" else self.sublayers
 
     def joined(self, part: Part) -> dict[str, bool]:

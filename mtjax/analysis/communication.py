@@ -51,7 +51,8 @@ from mtjax.layout.timetable import num_ticks
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     """Returns the contract of a model on a plan's layout."""
     pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
-    # Between stages tensor parallel ranks each send a part of what all of them have, if they can divide the tokens.
+    # Tensor parallel ranks that all have the whole stream each send a part of it to the next stage, if they can divide
+    # the tokens.
     scattered = plan.mesh.model > 1 and all(
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
     )
@@ -127,7 +128,7 @@ def _contract(
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
-        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # experts differ on it
+        same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # over which experts are the same
         turns = "ticks" if pipeline else "microbatches"
         of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)

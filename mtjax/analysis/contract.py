@@ -182,7 +182,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
             if axis not in AXES:
                 raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
-        # Evaluated before this, so that a wrong formula is an error on every mesh.
+        # Formulas are evaluated before this condition, so that a wrong one is an error on every mesh.
         if count and mesh.degree(axes) > 1:
             sent = evaluate(line.sent, symbols) if line.sent else None
             required.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))

@@ -113,19 +113,19 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
     in_slots = plan.is_staged and plan.recompute != "full"
     for size in saved_per_loop(stack, plan).values():
         # XLA: a scan writes what a layer saves into a stack, whose memory it fills with zeros first, and slices it out
-        # for the backward pass. A loop of one layer, as in a stage's chunk of one, is none and needs no stack.
+        # for the backward pass. It removes a loop of one layer, such as a stage's chunk of one, which needs no stack.
         if size and layers > 1:
             yield Copy(SAVED, 2 * size / layers, 2)
             yield Copy(ZEROS, size, 1 / layers)
-        # Stages save a chunk until its backward half: into a slot of its microbatch, and out of it.
+        # Stages keep what a chunk saves until its backward half, in a slot of its microbatch.
         if size and in_slots:
             yield Copy(SAVED, 2 * size, 2 / layers)
 
 
 def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int:
     """Returns the kernels of a layer that take no longer than a launch, besides those that copy."""
-    # Counters of loops, vectors read from their stacks, the last sums of vectors' gradients, statistics of norms, and
-    # dropout's keys.
+    # These are the counters of loops, reads of vectors from their stacks, the last sums of vectors' gradients,
+    # statistics of norms, and dropout's keys.
     norms = [weight.name for part in stack.parts for weight in part.weights if "norm." in weight.name]
     matrices = sum(parameter.is_matrix for parameter in parameters)
     vectors, keys = len(parameters) - matrices, 2 if plan.dropout else 0

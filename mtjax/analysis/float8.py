@@ -212,7 +212,7 @@ def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
         return ends
     model = anatomy.model
     products = sum(layers_of_stage(s, plan) * len(products_in_8_bits(s, model, plan)) for s in anatomy.stacks)
-    # Of each product two: of activations and of gradients. Weights' scales are found from the weights.
+    # Each product has two: of activations and of gradients. Scales of weights are computed from the weights.
     scales = products * 2 * num_scales(plan.fp8_digits)
     symbols = {"float8_scales": scales, "float8_counts": scales * model.num_heads // plan.mesh.model}
     if _quantizes_once(model, plan):

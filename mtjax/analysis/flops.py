@@ -129,8 +129,7 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     frozen = sum(stack.layers * (frozen_flops(anatomy, stack) + _gradients_less(stack)) for stack in anatomy.stacks)
     for stack in anatomy.stacks:  # layers without a backward pass
         left_out = frozen_flops(anatomy, stack) + _gradients_less(stack)
-        # Of the two matmuls backward for each forward one these layers have none, and `frozen` has taken some of them
-        # off already.
+        # These layers have neither of the two backward matmuls for each forward one; `frozen` has some of them already.
         frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - left_out)
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
@@ -309,7 +308,7 @@ def _computed_core_flops(stack: Stack, plan: Plan) -> float:
     full, is_causal = core_flops(stack), all(p.scores.is_causal for p in stack.parts if p.scores)
     if not is_causal:
         return full
-    # Of the blocks of two chunks per rank (`mtjax.sharding.context.ring_attention`).
+    # A rank has two chunks of a sample's tokens (`mtjax.sharding.context.ring_attention`).
     if plan.context_parallelism:
         return full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
     return sum(computed_share(p.scores, plan) * p.scores.flops() for p in stack.parts if p.scores)

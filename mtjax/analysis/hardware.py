@@ -109,8 +109,8 @@ class Server:
           UserError: the last server would not be full.
         """
         each = min(self.gpus, count)
-        # Ranks are numbered through full servers: with a partly filled one, groups of neighbours would cross servers
-        # that formulas think are inside.
+        # Formulas assume equally many consecutive ranks in every server: otherwise groups that they place inside a
+        # server would span two.
         if count % each:
             raise UserError(
                 f"{count} GPUs don't fill servers of {self.gpus}: choose a mesh that does, or another --target"
@@ -258,7 +258,7 @@ B200 = Gpu(
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({g.name: g for g in (V100, A100_40, A100_80, H100, H200, B200)})
 
-# Of a step of a simple ring, from NCCL's published tuning model (mtjax.analysis.nccl).
+# For one step of a simple ring, from NCCL's published tuning model (mtjax.analysis.nccl).
 _NVLINK_LATENCY = 3.4e-6
 _NETWORK_LATENCY = 9.6e-6
 

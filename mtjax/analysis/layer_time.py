@@ -57,7 +57,7 @@ def layer_seconds(
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
-    # A loop that keeps a gated MLP's product (`KEPT_GATE`).
+    # A loop over layers keeps a gated MLP's product (`KEPT_GATE`).
     if plan.residuals == "jax" and plan.recompute != "full" and not plan.unrolled:
         gates = plan.local_tokens(1) * sum(t.gate for t in touched) / plan.mesh.model
         back += machine.passes(KEPT_GATE * plan.element_bytes * gates)
@@ -145,8 +145,9 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
         )
     if plan.flash_attention:
         values = width - scores.narrower
-        # Of the 2 FLOPs of each pair and channel the causal half. Scores and output; backward scores, and the gradients
-        # of probabilities, values, queries and keys.
+        # Half of the 2 FLOPs of each pair and channel, as attention is causal. Scores and the gradients of queries and
+        # keys have the keys' width; the output and the gradients of probabilities and values have that of values.
+        # Scores are computed again backward.
         causal_half = queries * keys * heads
         return machine.flash(causal_half * (width + values)), machine.flash(causal_half * (3 * width + 2 * values))
     if plan.attention_in_blocks and not plan.context_parallelism:

@@ -104,7 +104,7 @@ def exposed_by_axis(
     """The part of each axis' communication that nothing hides."""
     exposed = dict(spent)
     if software.overlaps_model_axis and plan.sequence_parallel:
-        # Of t pieces the first one is waited for.
+        # Nothing hides the first of t pieces.
         first = spent[MODEL] / plan.mesh.model
         exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
     if software.overlaps_data_axis:
@@ -142,13 +142,14 @@ def exposed_ahead(
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again, upfront = sent[PARAMETERS], 0.0, 0.0
     if plan.zero == 3:
-        # Nothing hides gathers before the first layer, nor sums after its backward pass: of what is outside the layers.
+        # What is outside the layers is gathered before the first layer and summed after its backward pass, behind
+        # nothing.
         share = _outside(anatomy, plan)
         last += share * sent[GRADIENTS] + share / (2 - share) * gathers
         sent[GRADIENTS] *= 1 - share
-        # ZeRO-3 gathers layers twice and what is outside once: shares 2 (1 - share) and share of the time.
+        # Layers are gathered twice and what is outside once, so that their times are as 2 (1 - share) to share.
         gathers = again = gathers * (1 - share) / (2 - share)
-    elif plan.microbatches > 1:  # ZeRO-1 and 2 gather all before the first one
+    elif plan.microbatches > 1:  # ZeRO-1 and 2 gather everything before the first
         gathers, upfront = 0.0, gathers
     if by_letter:
         each = plan.microbatches * _latency(groups, plan, machine)

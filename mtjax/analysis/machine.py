@@ -100,8 +100,7 @@ class Machine:
 
     def contention(self, hidden: float) -> float:
         """Returns the seconds that computation loses to collectives that overlap with it for `hidden` seconds."""
-        # `hidden` is the time that both take together, of which computing would have needed less: t / (1 + contention)
-        # alone.
+        # Computation that takes `hidden` seconds beside collectives would take hidden / (1 + contention) alone.
         return hidden * (1 - 1 / (1 + self.constants.contention))
 
     def passes(self, size: float) -> float:

@@ -55,7 +55,7 @@ def collective_seconds(
     servers = math.ceil(ranks / inside)
     if operation in ("send", "collective-permute"):
         return moving + (network_step if servers > 1 else link_step)
-    # A reduce-scatter and an all-gather.
+    # An all-reduce is a reduce-scatter and an all-gather.
     rounds = 2 if operation == "all-reduce" else 1
     times = []
     for algorithm in ALGORITHMS:

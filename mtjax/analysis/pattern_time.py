@@ -45,8 +45,8 @@ def exposed_in_pattern(
     ahead = 1 / (4 if plan.recompute == "full" else 3)
     exposed = gathers[pattern[0]] + sums[pattern[0]]
     exposed += sum(max(0.0, gathers[after] - ahead * computing[own]) for own, after in pairwise(pattern))
-    # In a loop the backward pass of each iteration gathers the layer below it: the first one, which has none below, in
-    # vain.
+    # In its backward pass each iteration of a loop gathers the layer below it; the first iteration, which has none
+    # below, gathers one in vain.
     first = joined_loops(pattern)[0]
     below = (first.unit[-1] if first.times > 1 else None, *pattern[:-1])
     for own, under, above in zip(pattern, below, (*pattern[1:], None), strict=True):

@@ -92,7 +92,7 @@ def forward_bytes(plan: Plan) -> float:
     (stack, *_), p = teacher.anatomy.stacks, teacher.plan
     shards = p.mesh.model if p.sequence_parallel else 1
     tokens = p.global_batch_size / p.data_degree * stack.tokens / p.mesh.context
-    # All microbatches', held for the last norm; stages have them twice and in float32.
+    # Those of all microbatches are held for the last norm; stages have them twice and in float32.
     hidden_states = tokens * stack.hidden / shards * (8 if p.is_staged else p.element_bytes)
     # A layer's input, its output and its norm's input, and the activations of its larger sublayer.
     workspace = 3 * p.element_bytes * p.local_tokens(stack.tokens) * stack.hidden

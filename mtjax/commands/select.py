@@ -128,7 +128,7 @@ def selected(scores: np.ndarray, options: Options) -> np.ndarray:
         if options.at_least is not None:
             is_kept &= scores >= options.at_least
         return np.flatnonzero(is_kept)
-    # Of equal scores the first: the same rows on every machine.
+    # Stable, so that the first rows of equal scores are kept on every machine.
     order = np.argsort(scores if options.lowest else -scores, kind="stable")
     return np.sort(order[: math.floor(share * len(scores) + 0.5)])
 

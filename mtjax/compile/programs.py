@@ -43,7 +43,7 @@ def compile_run(config: Config, folder: str | None) -> None:
     with CompileCache(folder) as cache, Peers(config.parallel) as peers:
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
-        # The same steps as those of a run, in its order: a cache key has everything that changes the program, also the
+        # The same steps as in a run, in the same order: a cache key has everything that changes the program, also the
         # tokenizer's vocabulary and the horizon of the learning rate.
         config = with_mesh(config, fastest_mesh)
         mesh_shape, mesh, batch_schedule = find_devices(config, peers)

@@ -143,7 +143,7 @@ def check_sizes(config: Config) -> None:
     layers, vocabulary = max(model.num_layers, decoder_layers(model)), model.vocab_size or 1
     inner = max(mlp_size(model), (model.num_experts or 1) * expert_size(model), model.shared_expert_size)
     widest = max(model.hidden_size, inner, heads * head_dim(model))
-    # Of the global batch, as XLA sees arrays before they are sharded.
+    # Tokens of the global batch, as XLA sees arrays before they are sharded.
     tokens = training.global_batch_size * length
     for elements, tensor in (
         (4 * layers * model.hidden_size * widest, f"{layers} layers of weights {model.hidden_size} x {widest}"),

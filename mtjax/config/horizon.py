@@ -27,7 +27,7 @@ def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> 
       steps: of the run.
       saved: the horizon of the run that is resumed.
     """
-    # Of a resumed run those of its start: a run that is made longer would otherwise jump to another learning rate.
+    # A resumed run keeps the horizon of its start: one that is made longer would otherwise jump to another rate.
     growth, last = (steps, None) if saved is None else (saved.steps, saved.decay_steps)
     if options.decay_steps is not None:
         return Horizon(options.decay_steps, growth)

@@ -40,8 +40,8 @@ def replace(config: Config, **values: Any) -> Config:
     """
     sections = section_by_setting()
     if values.get("family", config.model.family) != config.model.family:
-        # Under the settings of the same call, which the user chose, and over those before: they belonged to another
-        # family.
+        # The defaults replace settings that belonged to another family, but not those of the same call, which the user
+        # chose.
         values = {**family_of(values["family"]).defaults, **values}
     # A pattern that can't be read is no error here: `validate` names it with what is wrong.
     if layers := num_pattern_layers(values.get("layer_pattern", "")):

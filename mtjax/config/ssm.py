@@ -63,7 +63,6 @@ def without_effect(model: "Model") -> frozenset[str]:
         return frozenset()
     unread = tuple(start for own, starts in READ_BY.items() if not set(own) & set(letters) for start in starts)
     unread += () if set("-EZz") & set(letters) else ("activation",)
-    # `startswith` of an empty tuple is False, and of the prefixes one is enough.
     return frozenset(name for name in vars(model) if unread and name.startswith(unread))
 
 
@@ -85,7 +84,7 @@ def ssm_chunk(model: "Model") -> int:
 
 def chunks_at_once(model: "Model", samples: int, heads: int) -> int:
     """Returns how many chunks of each of `samples` a rank with so many heads computes at once."""
-    # Of each chunk 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
+    # A chunk takes 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
     return max(1, BLOCK_BYTES // (2 * samples * heads * ssm_chunk(model) ** 2))
 
 

@@ -75,7 +75,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
     for kind in kinds:
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            # TOML's integers are written where numbers are meant: 1 for 1.0. Booleans are ints in Python and are not.
+            # An integer may stand for a float: 1 for 1.0. A boolean may not, although it is an int in Python.
             return float(value)
         if kind is Path and isinstance(value, str):
             return Path(value)

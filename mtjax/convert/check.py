@@ -28,7 +28,7 @@ def check_complete(
       UserError: lists every missing, unexpected and misshapen tensor.
     """
     table = selection.table
-    # A folder of another architecture would otherwise list every tensor of both models.
+    # Otherwise the message about a folder of another architecture would list every tensor of both models.
     if not any(name in expected for name in found):
         example = f"but {len(found)} others, such as {next(iter(found))}" if found else "and no other"
         raise UserError(f"{source} contains no tensor of {table.format}, {example}: is it a model of another family?")
@@ -69,7 +69,7 @@ def _listed(what: str, items: list[str]) -> list[str]:
     """Formats a heading and items; items that differ only in the layer number share a line."""
     layers: dict[str, list[int]] = defaultdict(list)
     for item in items:
-        # Only the first number, the layer's: experts of one layer stay on lines of their own.
+        # Only the first number, which is the layer's: each expert keeps a line of its own.
         number = re.search(r"\.(\d+)\.", item)
         layers[re.sub(r"\.\d+\.", ".*.", item, count=1)].append(int(number[1]) if number else -1)
     lines = [

@@ -124,10 +124,9 @@ class Compressed:
         dtype = DTYPES[self.dtype]
         if self.how.kind == "fp8":
             largest = np.abs(weight).max(1, keepdims=True)
-            # Rounded to the type of the file first, so that values are divided by the scale that a reader multiplies
-            # by.
+            # Rounded to the type of the file before the division: a reader multiplies by the rounded scale.
             scales = (largest / LARGEST_FLOAT8).astype(dtype).astype(np.float32)
-            # A row of zeros, or one whose scale underflows in float16, would be 0 / 0.
+            # A row of zeros has the scale 0, and so has one whose scale underflows in float16.
             scales = np.where(scales > 0, scales, 1).astype(np.float32)
             # A scale that was rounded down would put the largest value beyond the format, where it is not a number.
             scaled = np.clip(weight / scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)

@@ -19,7 +19,7 @@ WORD = 32
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 _OFFLINE = {"weight_input", "weight_output"}
-"""Locations of a `transform_config` that the weights in the files have in them already."""
+"""Locations in a `transform_config` whose rotations have been applied to the weights in the files."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -142,8 +142,9 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
     if settings.get("kv_cache_scheme"):
         wrong.append("quantization_config has a kv_cache_scheme, which is not read")
     for name, scheme in ((settings.get("transform_config") or {}).get("config_groups") or {}).items():
-        # Weights that are rotated in the files need the inverse rotation of activations, or of another weight. Only the
-        # latter is in the files; without the former the numbers would be those of another network, in the same shapes.
+        # Where the files have rotated weights, another weight or the activations need the inverse rotation. That of a
+        # weight is in the files as well; that of activations has to be computed while the model runs, and without it
+        # the outputs would be wrong, with the right shapes.
         if online := sorted({each.get("location") for each in scheme.get("apply") or ()} - _OFFLINE):
             wrong.append(
                 f"quantization_config has transform_config {name} with location {online[0]}, which is not read"

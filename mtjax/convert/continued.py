@@ -98,7 +98,7 @@ class MegatronRun:
                     line.update(done, done)
             for kind in MOMENTS:
                 states = self.optimizer.states(kind)
-                # None stands only for float32 weights that are the model's own.
+                # Only weights may be None: a float32 model has no second copy of them.
                 assert states is not None
                 moments = self._named(states)
                 for parameter in parameters:
@@ -153,9 +153,9 @@ def _run_config(
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "end_weight_decay"):
         given.values.pop(name, None)
     for theirs, dest in _SCHEDULE.items():
-        # Steps are floats if they came from a fraction.
         value = progress.schedule.get(theirs)
         if value is not None:
+            # Megatron's numbers of steps are floats where they follow from a fraction.
             given.values[dest] = round(value) if theirs.endswith("_steps") else value
             given.typed.setdefault(dest, f"{theirs} {value} of opt_param_scheduler")
     if given.values.get("weight_decay_incr_style", "constant") == "constant":

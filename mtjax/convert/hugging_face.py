@@ -272,7 +272,7 @@ class HuggingFaceSink:
         for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             extracted = tensor.extract(array, parameter)
-            # Also of tensors that are quantized: what overflows float16 is reported in the same words.
+            # Tensors that will be quantized are narrowed, too: the error for what overflows float16 is the same.
             values = narrowed(extracted, self._dtype, name)
             if self._packed and name in self._packed.scales:
                 for part, array_of_part in self._packed.parts(name, extracted).items():
@@ -297,11 +297,11 @@ class HuggingFaceSink:
         model = self._origin.config.model
         original = self._origin.hugging_face
         if original.get("model_type") != self._family.model_type:
-            # Of another type of model, only the ids of special tokens have the same meaning.
+            # Between types of models, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
-        # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
-        # Keys of the original that the model's settings do not decide, such as ids of tokens, are kept. Those that
-        # decide the network must be written from the settings, or an old value would survive a change.
+        # Keys that the model's settings do not decide, such as ids of tokens, are kept from the original. Those that
+        # describe the network are written from the settings: a value of the original might no longer be true.
+        # transformers 5 writes dtype, 4 torch_dtype: only the latter is written, which both read.
         dropped = {"dtype", *QUANTIZED, *self._family.keys, *self._family.aliases}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype} | (self._packed.config_json() if self._packed else {})
@@ -330,8 +330,9 @@ def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
       tokenizer: the tokenizer of the rows.
     """
     ends = added_tokens(tokenizer).back[-1:] if tokenizer else []
-    # transformers classifies by the last token that is not padding: where a tokenizer appends this token to each text,
-    # by one that is too early. With None it takes the last token of a single row, and refuses a batch of several.
+    # transformers classifies by the last token of a row that is not padding. If the tokenizer ends each text with that
+    # very token, the one before it would be taken. With None, transformers takes the last token of a single row, and
+    # refuses a batch of several.
     return None if pad in ends else pad
 
 

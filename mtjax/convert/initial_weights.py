@@ -47,7 +47,7 @@ class ForeignWeights:
           UserError: they are not (lists all differences).
         """
         theirs, ours = self.saved.config.model, program.config.model
-        # Padding is of zeros, and has no effect: another mesh may need another.
+        # A mesh may need more rows of padding, which are zeros and have no effect.
         ours = dataclasses.replace(ours, vocab_multiple=theirs.vocab_multiple)
         if listed := "".join(f"\n  {difference}" for difference in differences(theirs, ours)):
             raise UserError(f"the weights in {self.folder} are of another model; use its settings:{listed}")

@@ -232,8 +232,8 @@ class MegatronSink:
         stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(last + 1)]
         for name, shape in shapes.items():
             stages[self._stage(name)][name] = shape
-        # With one stage, the embedding itself computes the logits.
-        # The last stage computes logits with a copy of its own, which Megatron loads from that stage's file.
+        # With one stage, the embedding itself computes the logits. Otherwise the last stage has a copy of it, which
+        # Megatron loads from that stage's file.
         if last and self._origin.config.model.tie_embeddings:
             stages[last][self._names.head_copy] = shapes[self._names.words]
         return stages

@@ -30,7 +30,7 @@ VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
 """Megatron pads the vocabulary to a multiple of this times the tensor parallel degree."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """Constants of Megatron's scaled RoPE, which has no arguments for them."""
-# Not in the table of arguments, whose defaults are those of the current code.
+# A constant here, as the table of arguments has the defaults of the current code.
 LEGACY_ROPE_BASE = 10_000.0
 """RoPE base of the legacy models, which ignore `--rotary-base` and `--use-rope-scaling`."""
 
@@ -45,7 +45,7 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names), letters=letters)
     if wrong:
         raise UserError(f"{source}: the model can't be converted: {', '.join(wrong)}")
-    # Of a hybrid model, the tensors' names say how many layers it has.
+    # The names of a hybrid model's tensors say how many layers it has.
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")[bool(letters) :]
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
@@ -67,8 +67,7 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool, letters: str = "
         if not (letters and key in ALLOWED)
         # A checkpoint has one of the two names, by the version of Megatron that saved it.
         for name in dict.fromkeys((key, SAVED_AS.get(key, key)))
-        # An argument that is missing, as older than the version that saved, has the value of the code of its time,
-        # which had no other.
+        # A missing argument is newer than the version of Megatron that saved: the model can't have what it switches on.
         if name in arguments and _plain(arguments[name]) and arguments[name] not in values
     ]
     if letters:

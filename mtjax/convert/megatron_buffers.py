@@ -86,7 +86,7 @@ class Degrees:
             layers.
         """
         tensor, expert = (int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "expert"))
-        # Both change which tensors a rank has, or in which order.
+        # Each of the two changes which tensors a rank has, or their order.
         if arguments.get(_STANDALONE) or (
             expert > 1 and arguments.get("expert_tensor_parallel_size") not in (None, tensor)
         ):

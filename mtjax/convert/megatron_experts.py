@@ -60,8 +60,8 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
 
 def _misfit_groups(top_k: int, groups_top_k: int, is_sigmoid: bool) -> list[str]:
     """Returns the difference, if any, in how groups of experts are scored."""
-    # How many of a group's highest scores are added up: in Megatron (`group_limited_topk`) it follows from the numbers
-    # that are chosen; in mtjax it is 2 with sigmoid, as in DeepSeek-V3, and 1 with softmax, as in DeepSeek-V2.
+    # A group's score is the sum of its highest scores: of `top_k // groups_top_k` in Megatron (`group_limited_topk`),
+    # in mtjax of 2 with sigmoid, as in DeepSeek-V3, and of 1 with softmax, as in DeepSeek-V2.
     theirs, ours = top_k // groups_top_k, 2 if is_sigmoid else 1
     if theirs == ours:
         return []
@@ -96,7 +96,7 @@ def _dense(arguments: Mapping[str, Any]) -> dict[str, int] | None:
     """Returns mtjax's settings of the dense layers; None if mtjax does not support their pattern."""
     frequency, layers = arguments.get("moe_layer_freq", 1) or 1, arguments.get("num_layers") or 1
     if not isinstance(frequency, list | tuple):
-        # As Megatron: layer 0 is the first of every N with experts.
+        # As in Megatron, of every N layers the first has experts, beginning with layer 0.
         frequency = [int(number % frequency == 0) for number in range(layers)]
     dense = [number for number, has_experts_there in enumerate(frequency) if not has_experts_there]
     is_valid = len(frequency) == layers > len(dense) and set(frequency) <= {0, 1}
@@ -118,7 +118,7 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "shared_expert_gate": bool(arguments.get("moe_shared_expert_gate", False)),
         "router_score": "sigmoid" if is_sigmoid else "softmax",
         # Softmax over the top k logits (not pre_softmax) is softmax over all, normalized over the top k.
-        # With sigmoid Megatron divides by the sum of the chosen scores unless there is one
+        # With sigmoid Megatron divides by the sum of the chosen scores, unless only one is chosen
         # (`topk_routing_with_score_function`).
         "router_normalize": top_k > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
         "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),

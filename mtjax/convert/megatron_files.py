@@ -64,7 +64,7 @@ class MegatronCheckpoint:
         first_path = files_of[min(files_of)]
         first = load(first_path)
         with understood(str(first_path)):
-            # Megatron's default for a file without it, of the first versions.
+            # The first versions of Megatron saved none, for which it takes 0.
             self.version = float(first.get("checkpoint_version") or 0)
             # Arguments of the model are the same in every rank's file.
             args = first.get("args") or {}
@@ -248,8 +248,7 @@ def _stage_chunk(models: list[list[Any]], path: Path) -> _StageChunk:
         raise UserError(
             f"{path} and the same file of other expert-parallel ranks differ in the shapes of {', '.join(odd)}"
         )
-    # Layers are numbered from 0 within the chunk.
-    # A stage may have no layers, only the embedding or the loss.
+    # Layers are numbered from 0 within the chunk, which has none if it holds only the embedding or the loss.
     layers = {int(match[0]) for name in tensors[0] if (match := _LAYER.search(name))}
     return _StageChunk(tensors, max(layers, default=-1) + 1)
 

@@ -23,7 +23,7 @@ def checkpoint_folder(folder: Path) -> Path:
       UserError: there is none.
     """
     check_folder(folder)
-    # The folder of one iteration may be named itself.
+    # `folder` may be that of one iteration.
     if has_checkpoint(folder):
         return folder
     tracker = folder / MEGATRON_TRACKER

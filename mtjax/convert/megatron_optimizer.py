@@ -86,8 +86,8 @@ class FullStates:
         if parts is None:
             return tensor.read(index)
         shape, grid, part = self._files.tensors[key].shape, parts, tensor.shape[-1]
-        # If layers (and experts) are cut one by one, only the parts of this one are read; else all, of which it is cut
-        # out.
+        # If the tensor is cut between all its layers (and experts), only the parts of this one are read. Otherwise all
+        # are read, and this one is selected at the end.
         ahead = len(index) if grid[: len(index)] == shape[: len(index)] else 0
         numbers, shape, grid = tensor.read(index[:ahead]), shape[ahead:], grid[ahead:]
         assert math.prod(s // g for s, g in zip(shape, grid, strict=True)) == part
@@ -125,7 +125,7 @@ class _Buckets:
         self._keys = {}
         for key in files.files.keys:
             if match := _OF_BUCKET.fullmatch(key):
-                # No `chained_N` is the only optimizer, 0.
+                # A key without `chained_N` is of the only optimizer, number 0.
                 optimizer, *numbers = (int(number or 0) for number in match.groups()[:-1])
                 self._keys[(optimizer, *numbers, match[5])] = key
         if absent := files.files.missing_files(self._keys.values()):

@@ -166,7 +166,7 @@ def table(version: float, names: MegatronNames = LEGACY, queries_per_group: int 
     return Table(
         f"{models} (checkpoint_version {version:g})",
         rows,
-        # With tied embeddings alone: an untied output has the same name in Megatron-Core, and a row of its own.
+        # Copies exist only with tied embeddings: in Megatron-Core an untied output has the same name, but its own row.
         copies={names.head_copy: names.words},
         optional=("head", "order.pooler", "order.classifier"),
     )

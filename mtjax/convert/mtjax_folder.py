@@ -95,7 +95,7 @@ class MtjaxSource:
         """
         fingerprint, offset, layers = 0, 0, iter(parameter.layers)
         for block in self._blocks(parameter, prefix):
-            # Of the numbers as they are saved, before they are widened and the padding is cut off.
+            # The fingerprint is of the numbers as saved, before they are widened and their padding is cut off.
             fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
             wide = np.asarray(block, np.float32)

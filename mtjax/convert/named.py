@@ -73,7 +73,7 @@ class NamedWeights:
         dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
         slice_ = np.empty(tuple(sizes.values()), dtype)
         tensors = self.selection.tensors_of(parameter, layer)
-        # A layer that lacks the parameter, which has no effect there (`Tensor.first`).
+        # The file has no tensor for this layer, in which the parameter has no effect (`Tensor.first`).
         if not tensors:
             return fresh_slice(parameter, layer, self.config).astype(dtype)
         for tensor in tensors:
@@ -86,9 +86,9 @@ class NamedWeights:
         Raises:
           UserError: a replicated tensor differs between ranks.
         """
-        # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
+        # Replicated tensors (norms, biases of row-parallel layers) must be equal on all ranks; sharded ones are read
+        # rank by rank.
         first = self.shards.shard(name, 0)
-        # Such as norms, and biases of row-parallel layers, of which each rank of Megatron has all.
         if tensor.split is None:
             self.not_finite.add(name, [first])
             tensor.insert(tensor.view(first, parameter), into, parameter)

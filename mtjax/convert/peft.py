@@ -227,9 +227,9 @@ def _config(source: MtjaxSource, ranks: dict[str, int], is_transposed: bool) -> 
         "bias": "none",
         "target_modules": sorted(ranks),
         "rank_pattern": other,
-        # peft scales by alpha / rank of the module: with the sum of the ranks, alpha must grow alike.
+        # peft scales by alpha / rank of the module: where the rank is a sum, alpha must grow by the same factor.
         "alpha_pattern": {name: alpha * count / rank for name, count in other.items()},
-        # peft sets it itself for Conv1D, with a warning.
+        # Without it peft would set it for Conv1D, with a warning.
         "fan_in_fan_out": is_transposed,
         "inference_mode": True,
     }

@@ -23,8 +23,8 @@ READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
     *("layers_to_transform", "ensure_weight_tying", "target_parameters"),
 }
-# Others, such as pissa and olora, subtract the first adapters from the base model's weights, which its files do not
-# show.
+# With others, such as pissa and olora, peft subtracts the initial adapters from the base model's weights in memory, and
+# not in its files.
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights are those of its files."""
 TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
@@ -124,6 +124,6 @@ def unread(config: Mapping[str, Any]) -> list[str]:
         )
     if task not in TASKS:
         wrong.append(f"task_type is {task!r}, whose head the base model lacks: merge the adapters with peft")
-    # Keys of versions to come, too, unless they are off.
+    # Keys that this version does not know are refused, too, unless their value is off.
     others = [key for key in config if key not in WITHOUT_EFFECT | READ and config[key]]
     return wrong + [f"{key} is {config[key]!r}: merge the adapters with peft" for key in others]

@@ -70,7 +70,7 @@ def with_experts(config: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[s
     found = dict(config) | {"target_parameters": [f"experts.{name}" for name in names], "lora_dropout": 0.0}
     if UP in names:  # gate and up
         for pattern, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-            # Gate and up are one parameter in transformers, with the sum of both ranks; alpha doubles so that the scale
-            # remains.
+            # Gate and up are one parameter in transformers, whose rank is the sum of both; with twice the alpha the
+            # scale, alpha / rank, is the same.
             found[pattern] = config[pattern] | {f"experts.{UP}": 2 * config[key]}
     return found

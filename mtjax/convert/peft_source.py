@@ -91,8 +91,7 @@ class AdaptedTensors(FolderTensors):
 
     def _own_name(self, name: str, table: Table) -> str:
         """Returns the name in the files of a tensor in memory: the modules of some types are renamed when loaded."""
-        # peft has the names of modules in memory, for which transformers renames those of some files when it loads
-        # them.
+        # peft has the names of modules in memory, which for some types are not those of the tensors in the files.
         renamed = table.prefix + name.removeprefix("model.")
         return renamed if name not in self.shapes and renamed in self.shapes else name
 
@@ -234,8 +233,7 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     adapters, files = Adapters(folder), tokenizer_files(folder)
     if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
-    # Twice: the model is known only after the base model's config is read, and what of its tensors is shared decides
-    # how adapters are read.
+    # Twice: which tensors the base model shares decides how adapters are read, and its config says that.
     plain = describe(adapters.base, vocab_multiple)
     join_copies(adapters, plain.family.shared(plain.config.model))
     model = plain.config.model

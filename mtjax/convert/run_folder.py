@@ -90,8 +90,8 @@ class RunSink(MtjaxSink):
     def _scalars(self) -> dict[str, Any]:
         """Returns the values of all arrays that are not parameters or moments."""
         counters, found = self._counters, {}
-        # As a new run of this seed begins. Megatron's own generators have no equal, so dropout masks differ from there
-        # on.
+        # The key with which a new run of this seed begins: the states of Megatron's generators can't be translated, so
+        # dropout masks differ from here on.
         key = jax.random.split(jax.random.key(self._config.training.seed))[1]
         for name in self._abstract:
             if name == "step":

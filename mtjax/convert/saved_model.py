@@ -217,7 +217,7 @@ class SavedModel:
             facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
             stats = [(name, path.stat()) for name, path in self._files()]
-            # Not of their content, which takes minutes for large weights: `content` is that.
+            # Not the content, whose digest (`content`) takes minutes for large weights.
             facts = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 

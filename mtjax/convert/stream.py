@@ -85,7 +85,7 @@ class Sink(Protocol):
 def convert(source: WeightSource, sink: Sink, task: str) -> int:
     """Copies every parameter; returns the number of weights."""
     parameters = list(source.parameters.values())
-    # float32, whatever is read and written: the share of the work is what counts.
+    # In bytes of float32, whatever is read and written: only the share of the work is shown.
     total = sum(p.nbytes * (p.num_layers or 1) for p in parameters)
     done = numbers = 0
     with BytesProgress(task, total) as progress:

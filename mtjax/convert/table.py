@@ -103,7 +103,7 @@ class Tensor:
     def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
         """Selects this tensor's rows from the tensor in the file; returns a view if `array` is contiguous."""
         if self.rows is not None:
-            # A rank's shard has its share of each part: all positions shrink alike.
+            # A rank's shard has its share of every part, so positions shrink by the number of ranks.
             ranks = self.rows.of // array.shape[0]
             first = self.rows.first // ranks
             return array[first : first + self.rows.count // ranks]
@@ -244,12 +244,11 @@ class Table:
         rows = {
             row.ours: row.numbered(tuple(number // self.sublayers for number in parameters[row.ours].numbers))
             for row in self.rows
-            # Of rows with the same name, the last that fits: alternatives differ in their dimensions.
+            # The last row of a name that fits: rows of the same name are alternatives with different dimensions.
             if row.ours in parameters and row.fits(parameters[row.ours])
         }
-        # The model's output is not tied to the embedding.
+        # An output that is not tied to the embedding: BERT's has a bias of its own, beside that of the head.
         if OUTPUT in parameters:
-            # An untied output of BERT has a bias of its own, beside that of the head.
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         # Never dropped silently: a parameter without a row would be lost when written, and random when read.
         without_row = [name for name in parameters if name not in rows]

@@ -115,7 +115,8 @@ class MtjaxRun:
         return {
             "max_lr": options.learning_rate,
             "lr_warmup_steps": options.warmup_steps * size,
-            # Samples: with a ramp of batch sizes fewer were consumed, and the rates would be those of another step.
+            # Not the consumed samples: after a ramp of batch sizes they are fewer, and Megatron would take the rates of
+            # an earlier step.
             "num_steps": self.scheduled * size,
             "lr_decay_style": options.decay_style,
             "lr_decay_steps": (horizon.decay_steps or train_steps(self.config.training)) * size,

@@ -26,7 +26,7 @@ COMMON_STATE = "common_state/"
 LAYERS = "decoder.layers."
 OPTIMIZER = ("optimizer.", "chained_")
 """What the keys of an optimizer's state begin with."""
-# Of torch's generators and of Megatron's re-run machine, not of the model.
+# The states of torch's generators and of Megatron's re-run machine, which are not the model's.
 UNREAD = ("rng_state", "rerun_state")
 MLP_NORM, EXPERTS_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 _ROUTER = "mlp.router.weight"

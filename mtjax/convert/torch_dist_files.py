@@ -212,7 +212,7 @@ class StoredTensor:
         return self._box((start, *(0,) * (len(self.shape) - 1)), (stop, *self.shape[1:]))
 
     def _box(self, low: Sequence[int], high: Sequence[int]) -> np.ndarray:
-        # Not zeros: `_check_boxes` has made sure that the chunks fill it.
+        # `_check_boxes` has made sure that the chunks fill it, so it need not be zeroed.
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], DTYPES[self.dtype])
         for chunk in self._near(low, high):
             begin = [max(a, o) for a, o in zip(low, chunk.offsets, strict=True)]
@@ -249,11 +249,11 @@ class StoredTensor:
             fits = len(offsets) == len(sizes) == len(self.shape) and min((*offsets, *sizes), default=0) >= 0
             if not fits or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UserError(f"{name} is {list(self.shape)}, and has a chunk of {list(sizes)} at {list(offsets)}")
-        # Boxes of no numbers may have the place of others.
+        # Empty boxes may be at the place of others.
         filled = [box for box in boxes if math.prod(box[1])]
         if pair := overlapping(filled):
             raise UserError(f"{name} has chunks that overlap: {_text(pair[0])} and {_text(pair[1])}")
-        # Without overlaps, as many numbers as the tensor has are all of it.
+        # Boxes without overlaps fill the tensor if they have as many numbers as it has.
         found, needed = sum(math.prod(sizes) for _, sizes in filled), math.prod(self.shape)
         if found != needed:
             raise UserError(f"{name} has chunks with {found} of its {needed} numbers: some are missing")
@@ -337,7 +337,7 @@ class DistributedCheckpoint:
         try:
             value = self._described[key]
             shape = tuple(value.size)
-            # By the version of torch, the state of TensorProperties is a dict or a tuple.
+            # The state of TensorProperties is a dict or a tuple, by the version of torch.
             dtype = value.properties.dtype if hasattr(value.properties, "dtype") else value.properties.state[0]
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
             if not all(isinstance(number, int) for number in (*shape, *(n for box in boxes for of in box for n in of))):

@@ -110,8 +110,8 @@ def _open(opener: SplitOpener, num_samples: int, earlier: Sequence[int] = ()) ->
         return _unweighted(opener, num_samples)
     weights = normalise(given)
     *before, counts = [samples_of_each(weights, count) for count in (*earlier, num_samples)]
-    # Each dataset is asked for its share of the run alone, now and at earlier starts: its own order depends on these
-    # numbers.
+    # The order of each dataset depends on how many samples are requested of it, now and at earlier starts of the run.
+    # That is its share, as in Megatron.
     parts = [
         opener.open(source, max(counts[i], 1), [max(each[i], 1) for each in before])
         for i, source in enumerate(opener.sources)

@@ -31,7 +31,7 @@ def read_lines(path: Path) -> list[str]:
     Raises:
       UserError: it can't be read, or is not UTF-8.
     """
-    # Not splitlines: see above.
+    # Not splitlines, for the reason in the module's docstring.
     return [line.removesuffix("\r") for line in read_text(path).split("\n")]
 
 

@@ -195,7 +195,7 @@ class RunText:
 
     def _trained_identity(self) -> dict[str, Any]:
         texts = [self._identity(source) for source in self._sources()]
-        # Only where it is given: caches of before keep their names.
+        # Only where it is given, so that caches of earlier versions keep their names.
         key = {"key": self.data.text_key} if self.data.text_key else {}
         return {"bpe": texts, "vocab_size": DEFAULT_VOCAB_SIZE, "format": FORMAT, **key}
 

@@ -63,7 +63,7 @@ def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
       UserError: both kinds of options are given, or none for this split.
     """
     by_split = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    # As in Megatron: one data set that is divided, or one for each split that is not.
+    # As in Megatron: either one dataset, which is divided, or one for each split.
     if not any(by_split.values()):
         return parse_sources(data.data or ""), data.split
     if data.data:

@@ -102,7 +102,7 @@ class HarnessModel:
                     f"an answer of {len(after)} tokens is longer than the sequence length of {self.longest}"
                 )
             # Long contexts are truncated at their beginning.
-            # One more than the model reads, as the last token is only predicted: lm-eval truncates so too.
+            # One token more than the model reads, as the last is only predicted; lm-eval truncates in the same way.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(ScoredRow(np.asarray(ids, np.int32), len(ids) - len(after)))
         # All rows in one call, so that rows of similar length share batches.

@@ -107,7 +107,7 @@ class NeighbourText:
         for number in range(self.count):
             sample = self.dataset[number]
             labels, read = sample["labels"], sample[NEIGHBOURS]
-            # The tokens of the first chunk read no neighbours but its last one.
+            # Of the first chunk only the last token reads neighbours.
             bins = np.full(len(labels), -1, np.int8)
             for chunk, neighbours in enumerate(read):
                 # What the tokens from the last of a chunk on predict, while they read its neighbours.

@@ -79,7 +79,7 @@ def evaluate(options: Options) -> Results:
                     "overlap": settings.overlap,
                 }
                 write(options, weights, task_facts, results, time.monotonic() - start)
-                # Only now: a result that can't be written must not cost the answers.
+                # After the result is written: if that fails, the answers are still there.
                 saved_answers.remove()
     return results
 

@@ -137,7 +137,7 @@ class ChatEncoder:
 
     def _answer(self, template: ChatTemplate, chat: Chat, number: int, remarks: set[str]) -> EncodedSample:
         """Encodes the sample of one answer, the message with index `number`."""
-        # What the server renders when it is asked for this answer.
+        # As the server renders it when it is asked for this answer.
         prompt = template.render(chat.messages[:number], chat.inputs)
         answered = template.render_tracked(chat.messages[: number + 1], chat.inputs, to_be_answered=False)
         begin, thought = len(prompt), ""
@@ -179,8 +179,8 @@ class ChatEncoder:
         if prompt.startswith(header):
             skipped, thought = _thoughts(message, answered[len(header) :], prompt[len(header) :], remarks)
             return len(header) + skipped, thought
-        # The template renders what is before an answer in another way when it follows: some put the system message into
-        # the last user message.
+        # The template renders the prompt differently when an answer follows: some put the system message into the last
+        # user message.
         generation_prompt = prompt.removeprefix(template.render(history, chat.inputs, to_be_answered=False))
         if generation_prompt.strip() and generation_prompt != prompt and generation_prompt in header:
             return header.rindex(generation_prompt) + len(generation_prompt), ""
@@ -252,7 +252,7 @@ def _thoughts(message: Message, answer: str, opened: str, remarks: set[str]) -> 
     if tag is None:
         return 0, ""
     begin, end = f"<{tag[1]}>", f"</{tag[1]}>"
-    # The template renders the tag again: it is in the prompt already.
+    # The prompt has the tag already, so the one that the template renders again is skipped.
     if answer.lstrip().startswith(begin):
         return len(answer) - len(answer.lstrip()[len(begin) :].lstrip("\n")), ""
     content = message.get("content") or ""

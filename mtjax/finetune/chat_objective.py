@@ -104,7 +104,7 @@ class ChatFinetuning(FinetuningObjective):
         packed, validation = (pack(chats, length=length) for chats in (train, held_out))
         if not len(validation):
             raise UserError(f"no validation row has an answer within the first {limit} tokens: raise --sequence-length")
-        # By these a resumed run detects that rows, or how they are packed, have changed.
+        # A resumed run compares these: rows, or how they are packed, must not have changed.
         lengths = [len(chat.ids) for chat in packed.chats] + [len(numbers) for numbers in packed.packs]
         lengths += [zlib.crc32(chat.passages.tobytes()) for chat in packed.chats if chat.passages is not None]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)

@@ -106,7 +106,7 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
         # Refused rather than ignored: each would change what is trained on in the trainer that the row was made for.
         if name in given and given[name] not in without_effect:
             raise UserError(f"has {name} {shortened(given[name], 30)}, but {why}")
-    # KTO's format, which has prompts and completions, too, some of which are bad ones.
+    # KTO's rows have prompt and completion, too, but some completions are bad ones.
     if isinstance(given.get("label"), bool):
         raise UserError("has a boolean label, as in preference data, which is not supported")
     source: dict[str, Any] = {"line": line, "file": file}

@@ -122,7 +122,7 @@ class PackedChats:
             arrays["tokens"][tokens], arrays["labels"][tokens] = chat.ids[:-1], chat.ids[1:]
             arrays["position_ids"][tokens], arrays["segment_ids"][tokens] = np.arange(size), segment
             arrays["padding_mask"][tokens] = 1
-            # By label: `trained` is about the token that is predicted.
+            # The loss mask is by label, and `trained` says which tokens are to be predicted.
             mask[tokens] = chat.trained[1:]
             at += self.tokens_taken(chat)
         return {**arrays, "loss_mask": mask}

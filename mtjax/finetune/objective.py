@@ -52,15 +52,16 @@ class TaskFinetuning(FinetuningObjective):
         found = self.open_tokenizer(config, folder)
         tokenizer = found.tokenizer
         rows = read_task(config, self.task)
-        # Of the training rows alone: a class that only validation rows have can't be learned, and its rows are skipped.
+        # Labels are those of the training rows: a class that only validation rows have can't be learned, and these rows
+        # are skipped.
         if labels := self.task.labels_of(config, rows.train):
             config = configs.replace(config, labels=labels, num_labels=len(labels))
         encoder = RowEncoder(tokenizer, config.model.family)
         sets = [(rows.train, "training"), *((e, f"validation{s.suffix}") for s, e in rows.held_out)]
         encoded = [self.task.encoded(examples, encoder, config, which) for examples, which in sets]
-        # Before samples are built, which have the length of the longest row of all sets.
+        # The sequence length follows from the longest row of all sets, before samples are built.
         config = self.with_text(config, max(max(e.lengths) for e in encoded), found.name, tokenizer)
-        # After the labels and lengths are known, which must be the teacher's.
+        # Once labels and lengths are known, which must be the teacher's.
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         training, *validation = [e.samples(config.model.sequence_length) for e in encoded]
         # Validation rows keep weight 1: metrics and losses of runs with different weights can be compared.
@@ -74,7 +75,7 @@ class TaskFinetuning(FinetuningObjective):
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the task's metrics and the mean loss on all validation rows."""
-        # Once for all validations: it has the compiled program.
+        # Built once for all validations, as it has the compiled program.
         self._outputs = self._outputs or Outputs(program)
         entries: dict[str, float] = {}
         for suffix, encoded, samples in self._held_out:

@@ -44,7 +44,7 @@ class PassageEncoder:
         if is_cut:
             remarks.add(f"have a passage of more than {tokens.shape[1]} tokens, which is truncated")
         front = ends_in_front(prompt, self.model.retro_chunk)
-        # So that the completion begins with a chunk: a chunk reads the neighbours of the one before it.
+        # Padding in front lets the completion begin with a chunk: each chunk reads the neighbours of the one before it.
         ids = np.concatenate([np.full(front, self.tokenizer.eod, np.int32), sample.ids])
         return EncodedSample(ids, np.concatenate([np.zeros(front, bool), sample.trained]), tokens)
 

@@ -75,7 +75,7 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
     outputs = Outputs(sharded_model).compute(
         saved.parameters(sharded_model), encoded.samples(config.model.sequence_length)
     )
-    # Probabilities and not logits are averaged by `mean`: models may have logits of different sizes.
+    # `mean` averages probabilities, not logits, whose size differs between models.
     values = encoded.comparable(encoded.read(outputs).astype(np.float64))
     return Predictions(encoded, task.labels or config.finetuning.labels, examples.note, values)
 

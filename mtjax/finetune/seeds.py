@@ -53,7 +53,7 @@ def run_seeds(
         folder = out / f"seed-{seed}"
         if folder.exists() and not resume:
             raise UserError(f"--out {out} already has a run with seed {seed}: add --resume, or name another folder")
-        # Before the run: with --resume a folder of other settings must not count as a result.
+        # Before the run, so that --resume does not take a folder with other settings for a result.
         record_settings(configs.replace(config, seed=seed), folder)
         print(f"\nseed {seed}, {len(results) + 1} of {count}", flush=True)
         if not run(configs.replace(config, seed=seed, out=folder)):

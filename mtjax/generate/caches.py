@@ -27,7 +27,7 @@ def empty_cache(
     and keys and values in the 8 bits of `stored`, if given."""
     attention = partial(empty_caches, model, sequences, length, dtype, reads_encoder=reads_encoder, stored=stored)
     windows = attention_windows(model) or (longest_text(model),) * decoder_layers(model)
-    # A window as long as any sequence is none.
+    # A window that no sequence exceeds is none.
     shorter = [window if window < longest_text(model) else None for window in windows[: decoder_layers(model)]]
     letters = letters_of(model)
     if not letters:

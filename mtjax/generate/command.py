@@ -244,7 +244,6 @@ class GenerateJob:
                 engine.submit(completion.request)
             except UserError as e:
                 say(f"{e}; starting a new conversation")
-                # The conversation has filled the context.
                 messages = list(first)
                 continue
             with waiting(COMPILING) as silence:

@@ -79,7 +79,7 @@ class Completion:
         return record
 
     def _on_prompt_tokens(self, tokens: list[Token]) -> None:
-        # Another one than the text's: stop sequences in the prompt do not end the text.
+        # A writer without stop sequences: those in a prompt do not end the text.
         writer = TextWriter(self.tokenizer)
         for token in tokens:
             self._add(self.prompt_pieces, Piece(writer.add(token.id), token))
@@ -113,7 +113,7 @@ class Completion:
             self._add(self.pieces, Piece(final, token))
 
     def _add(self, pieces: list[Piece], piece: Piece) -> None:
-        # No incomplete character was left at the end.
+        # The piece behind the last token has text only where the end left characters to decode.
         if piece.token is None and not piece.text:
             return
         pieces.append(piece)

@@ -76,7 +76,7 @@ class Int4Matrix(StoredWeight):
         """Returns the matrix, in the sharding of the values."""
 
         def local(values: Array, scales: Array, zeros: Array | None) -> Array:
-            # By groups; in the compute dtype the integers are exact, and their multiples are rounded.
+            # Group by group: in the compute dtype the integers are exact; their products with scales are rounded.
             groups = values.reshape(len(scales), -1, *scales.shape[1:]).astype(dtype)
             if zeros is not None:
                 groups = groups - zeros.astype(dtype)[:, None]

@@ -123,11 +123,10 @@ class JsonLines:
             if self._done:
                 self._record.check()
                 self._check_done()
-            # Only after all checks: a rejected output file is left unchanged.
+            # After all checks, so that a rejected output file is left unchanged.
             self._file.truncate(end)
             self._file.seek(0, 2)
-            # After the checks, or a refused command would replace the settings that the existing texts were generated
-            # with.
+            # Likewise: a refused command would replace the settings with which the existing texts were generated.
             self._record.write()
             stack.pop_all()  # the file stays open until __exit__
         self._total = self._samples * len(self._numbers)

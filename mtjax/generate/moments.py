@@ -72,7 +72,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
         )
     model: Any = placed.inference_model(loaded.parameters)
     paths = [f"{stack.path}.layers" for stack in stacks_of(placed.config.model)]
-    # By identity: `layer_locations` returns these objects, and removes them from the model.
+    # Keyed by identity: `layer_locations` returns these objects, and removes them from the model.
     prefixes = {id(stack.layers): path for stack, path in zip(model.decoder_stacks, paths, strict=True)}
     model, locations = layer_locations(model)
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))

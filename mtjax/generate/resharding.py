@@ -36,7 +36,7 @@ class LayerwiseTransfer:
           parameters: as they are stored in training; abstract ones stay abstract.
         """
         model, locations = layer_locations(self._trained.model(parameters))
-        # By identity: one program for each stack, in which the index of a layer is traced.
+        # Keyed by identity: one program for each stack, in which the index of a layer is traced.
         transfers = {id(stack): self._transfer(stack, _layer_at) for stack, _ in locations}
         # A generator: a layer is moved when `prepare_weights` takes it, and its transferred copy freed before the next.
         layers = ((self._move(transfers[id(stack)], stack, np.int32(index)), 0) for stack, index in locations)

@@ -119,6 +119,9 @@ def check(
 ) -> Verdict:
     """Checks collectives against a contract.
 
+    In GPU programs operations, elements and dtypes must be the contract's. XLA for CPUs converts bf16 to float32 and
+    rewrites reduce-scatters: notes report both, and only the dtypes of reductions are compared, as they were before.
+
     Args:
       collectives: all of the program.
       requirements: the contract, evaluated for the run's sizes.
@@ -128,7 +131,7 @@ def check(
     # Groups of one device send nothing, and XLA leaves some of them in programs.
     entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
     ordered = sorted(_pools(requirements, is_gpu), key=_claiming_order)
-    # In this order, because a line takes entries away from those after it.
+    # The order matters, because a line takes entries away from those after it.
     lines = tuple(_claim(entries, required, landmarks, is_gpu) for required in ordered)
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     unclaimed = [e for e in entries if e.left]
@@ -196,7 +199,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         # Ids of experts and tokens travel beside activations, sometimes with as many elements.
         and _is_integer(e.dtype) == _is_integer(required.dtype)
     ]
-    # XLA: for CPUs it converts bf16 to float32, and only reductions show what they were before.
+    # In CPU programs only reductions show which dtype they had before XLA converted bf16 to float32.
     compares_dtypes = is_gpu or required.line.kind in SUMS
     if required.line.pooled and compares_dtypes:
         same_dtype = [e for e in fitting if e.dtype == required.dtype]

@@ -38,8 +38,8 @@ ON_CPUS = {
 """Kind of a collective -> what CPU programs have in its place, and how that is said."""
 
 _IDLE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
-# What an operation has that talks to other devices. One of a kind that is unknown here is reported under its own name:
-# if it were skipped, the contract would hold without it.
+# Attributes of operations that communicate. One of a kind that is unknown here is reported under its own name: if it
+# were skipped, the contract would hold without it.
 _COMMUNICATES = re.compile(r"(?:replica_groups|source_target_pairs|channel_id|is_host_transfer)=")
 # Custom calls are kernels of any purpose; these names are those of communication libraries.
 _LIBRARY = re.compile(r"nccl|nvshmem|mpi_|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter", re.IGNORECASE)

@@ -85,8 +85,8 @@ class CompiledStep:
         """The plan for formulas, with the compiled attention kernel."""
         is_own, run = is_own_attention(self.text), self.config
         if run.model.attention == "pallas" and not is_own:
-            # A model of Mamba-2 layers alone, for example.
-            run = replace(run, attention="blocks")  # a program without attention
+            # A program without attention, such as that of Mamba-2 layers alone.
+            run = replace(run, attention="blocks")
         # From the program, not from the config: formulas that assumed the other kernel would differ from the program by
         # all scores.
         is_flash = is_own or "fmha" in self.text
@@ -134,13 +134,13 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
     traced = time.perf_counter()
     compiled, note = compile_for(target, lowered, dump_to)
     done = time.perf_counter()
-    # Parsed once: of a large program the text is long, and every report reads it.
+    # Parsed once, as the text of a large program is long, and every report reads the module.
     text = compiled.as_text()
     assert text is not None
     module = hlo.parse(text)
     plan, model = Plan.of(program.config, program.mesh_shape), program.config.model
     if model.num_experts:
-        # How often the loop over blocks of experts' tokens runs only run time decides: with equal loads so often.
+        # Only the routing at run time decides how long the loop over blocks is: this is its length with equal loads.
         module = hlo.with_trip_counts(module, expert_blocks(model, plan).number, EXPERTS_SCOPE)
     schedule = program.microbatch_schedule(plan.microbatches)
     # After the trip counts: a loop over ticks is recognised by its length.

@@ -17,7 +17,7 @@ NARROW = "bf16"
 def widened_sums(module: Module, computation: Computation, instruction: Instruction) -> tuple[bool, ...]:
     """Returns for each operand of an all-reduce or reduce-scatter whether it is a promoted bf16 reduction."""
     if len(instruction.operands) == 1:
-        # Of several operands the reducer is that of one of them, so it tells nothing of the others.
+        # With several operands, the reducer is that of one of them and tells nothing about the others.
         return ((instruction.attribute("to_apply") or "").endswith(_PROMOTED),)
     results: dict[int, str] = {}
     for user in computation.users.get(instruction.name, ()):

@@ -235,7 +235,7 @@ def parse(text: str) -> Module:
             computations[name], body = Computation(name, _in_one_piece(body)), None
         elif line.strip():
             body.append(_instruction(line, number))
-    # Only now, as a fusion's body may be printed after the computation that calls it.
+    # After all are parsed, as a fusion's body may be printed after the computation that calls it.
     computations = {name: _name_outputs(computation, computations) for name, computation in computations.items()}
     if entry not in computations:
         raise UserError("this HLO text has no ENTRY computation, or it is cut off")

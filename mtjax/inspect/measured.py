@@ -302,8 +302,9 @@ def check_same_run(trace: Path, config: Config) -> None:
     # Names of instructions are no proof: XLA numbers those of all programs alike, such as fusion.12.
     for name in DECIDE:
         there, here = next((getattr(a, name), getattr(b, name)) for a, b in sections if hasattr(a, name))
-        follows = {None, AUTO} & {there, here}  # from other settings, so that the value may be the same
-        if there != here and (not follows or name == "microbatch_size"):
+        # What is left to be chosen (the kernel, the loop over layers) may have been chosen as the other one says.
+        is_chosen = {None, AUTO} & {there, here} and name in ("attention", "unroll_layers")
+        if there != here and not is_chosen:
             differing.append(f"{name} is {there} there and {here} here")
     if differing:
         raise UserError(f"{trace} is of another program: {'; '.join(differing)}; inspect with --config {beside}")
@@ -381,8 +382,7 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
     for o in operations:
         first[o.device] = min(first.get(o.device, o.start), o.start)
         last[o.device] = max(last.get(o.device, 0.0), o.start + o.seconds)
-    # From first to last operation: the pause between steps, in which the host launches the next, is left out of a
-    # single step.
+    # From the first operation to the last, without the pause after the last step, in which the host launches the next.
     return max(last[device] - first[device] for device in first) / steps
 
 

@@ -13,6 +13,8 @@ from mtjax.layout.attention_kernel import CAUSAL, FORWARD, KEYS_BACKWARD, QUERIE
 
 _LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm|__onednn\$matmul|__cudnn\$conv")
 _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
+_UNMASKED = re.compile(r'"mask_type":\s*"(?!\w*CAUSAL)')
+"""In the configuration of cuDNN's attention where it is not causal: a ring's steps with the keys of other ranks."""
 _OWN = re.compile(rf"/(?P<kernel>{FORWARD}|{KEYS_BACKWARD}|{QUERIES_BACKWARD})(?P<causal>{CAUSAL})?/pallas_call")
 
 
@@ -37,6 +39,8 @@ class BatchedMatmul:
     """Dtype of the operands."""
     is_flash: bool = False
     """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
+    is_causal: bool = True
+    """Whether a flash attention kernel computes half of its FLOPs."""
     own: Own | None = None
     """Where this is our own kernel."""
 
@@ -98,7 +102,8 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> B
     batch, queries, heads, width = query.dims
     # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
     widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
-    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True)
+    is_causal = _UNMASKED.search(instruction.attributes) is None
+    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, is_causal=is_causal)
 
 
 def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_causal: bool) -> BatchedMatmul:

@@ -163,8 +163,8 @@ def report(
     symbols = {**named, **letters(step, named)}
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
-    # Of the servers for which time is predicted: a group that is inside one of those compiled for may span several of
-    # these.
+    # The servers are those for which time is predicted: a group that is inside one of those compiled for may span
+    # several of these.
     per_server, model = server.gpus if server else step.target.devices_per_server, step.config.model
     # Run time decides how much of a ragged all-to-all's buffer is sent: what counts is the expected share, as in the
     # contract.

@@ -119,7 +119,7 @@ class Roofline:
     def use(self, by_instructions: Mapping[str, float]) -> None:
         """Takes account of a third clock: the seconds that the instructions of operations' kernels take, by name."""
         self.by_instructions = by_instructions
-        # They were timed with two clocks.
+        # What was walked before was timed with two clocks.
         self.walked.clear()
 
     def run(self) -> Walked:
@@ -205,7 +205,7 @@ class Roofline:
         if product.own:
             return machine.own_attention(*product.own)
         if product.is_flash:
-            return machine.flash(product.flops / 2)  # the causal half is all it computes
+            return machine.flash(product.flops / (2 if product.is_causal else 1))
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:

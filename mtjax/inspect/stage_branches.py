@@ -63,7 +63,7 @@ def with_stage_branches(module: Module, table: Timetable, sections: int) -> Modu
             on_stage = [i for body in module.callees(instruction) for i in body.instructions if _is_on_stage(i)]
             lengths = [phase.stop - phase.start for phase in phases]
             if on_stage and instruction.trip_count in lengths:
-                # Of phases of the same length the next one; those that were found are dropped from the list.
+                # The next phase of this length: those that were found are dropped from the list.
                 number = lengths.index(instruction.trip_count)
                 found |= _of_single_ticks(module, alone, phases[:number], table, sections)
                 found |= _of_phase(_classified(module, on_stage, sections), phases[number], table, sections)

@@ -70,7 +70,7 @@ def find_target(name: str, link: float | None = None, network: float | None = No
     Raises:
       UserError: there is no such target, or bandwidths are given for CPUs.
     """
-    # XLA's programs for CPUs have no time, so a speed would be ignored without a word.
+    # No time is predicted for CPUs, so that bandwidths would be ignored without a word.
     if name == CPU:
         if link or network:
             raise UserError("--intra-bandwidth and --inter-bandwidth need a GPU target, and the target is cpu")
@@ -85,7 +85,7 @@ def running_target(mesh: Mesh) -> Target:
     """Returns the target of a mesh of real devices, also of GPUs that are not in the hardware table."""
     device = mesh.devices.flat[0]
     gpu = by_device_kind(device.device_kind)
-    # A run on GPUs that no table knows is not refused: it has a contract, and only no time.
+    # GPUs that the table does not have are not refused: their programs have a contract, but no predicted time.
     if device.platform not in ("gpu", "cuda") or gpu is None:
         return Target(CPU if device.platform == "cpu" else ATTACHED, None, is_gpu=device.platform != "cpu")
     server = dataclasses.replace(SERVERS[gpu.name], gpus=jax.local_device_count())

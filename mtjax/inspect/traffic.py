@@ -49,7 +49,7 @@ def _read(fused: Computation, value: Instruction) -> int:
         elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
             read += fused.by_name[user.operands[2]].bytes  # the rows to which updates are added
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
-            # In the bytes of the parameter: what a conversion to float32 reads behind it has twice as many.
+            # Scaled to this value's type: after a conversion to float32 the same elements have twice the bytes.
             read += _read(fused, user) * value.bytes // max(user.bytes, 1)
         else:
             return value.bytes

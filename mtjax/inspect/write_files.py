@@ -12,7 +12,7 @@ def write(path: Path, content: str) -> None:
     Raises:
       UserError: it can't be written there.
     """
-    # Beside the file: a rename between file systems is a copy, which a reader could see half done.
+    # Beside the file: a rename replaces it at once, but only within a file system.
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

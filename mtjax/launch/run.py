@@ -70,7 +70,7 @@ def launch(
             mesh, size = _mesh(_within(config, devices), devices, processes)
         used = None if devices is None else devices[:size]
         ended = _run([*arguments, "--mesh", mesh], max(1, size // share), used, config.parallel.peer_timeout)
-        # 2 is wrong input, 130 Ctrl-C: another attempt would end in the same way, or against the user's will.
+        # 2 is wrong input, with which another attempt would end the same way; 130 is Ctrl-C.
         if ended.requested or ended.code in (0, 2, 130) or attempt == restarts:
             return ended.code
         pause = min(LONGEST_PAUSE, 2.0**attempt)

@@ -90,14 +90,14 @@ def choose_kernel(
         return ("xla" if reason else "blocks", here) if here else ("pallas", None)
     if requested == "auto" and not reason and _gains_by_pallas(config, platform, capability, context):
         return "pallas", None
-    # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
+    # What rules out cuDNN on all GPUs leaves `xla`, as the other kernels are no better there; what rules it out for
+    # this run or these GPUs leaves `blocks`, unless all scores together are small.
     never = next(_never_cudnn(config, platform), None) or reason
     here = never or next(_not_cudnn(config, capability, context), None)
     if here is None:
         return "cudnn", None
     tokens, ways = config.model.sequence_length, 1 if mesh is None else mesh.model
     is_small = tokens <= LONGEST_WHOLE and config.model.num_heads / ways * tokens**2 <= LARGEST_WHOLE
-    # What rules out cuDNN everywhere (CPUs, float32, ...) also makes blocks no better than all scores.
     is_whole = never is not None or is_small
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
@@ -212,7 +212,7 @@ def _gains_by_pallas(config: Config, platform: str, capability: Capability, cont
 
 def padded_width(width: int) -> int:
     """Returns the width with which the kernel `pallas` computes heads of a width: Triton's sizes are powers of two."""
-    # 16 is the least that Triton multiplies.
+    # Triton's matmuls need at least 16.
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -243,5 +243,5 @@ def spans_of(queries: int, at_a_time: int) -> int:
 def documents_at_most(tokens: int) -> int:
     """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
     blocks by XLA's."""
-    # Memory for statistics grows in proportion to it: enough for documents of 256 tokens on average.
+    # Memory for statistics is proportional to this number: enough for documents of 256 tokens on average.
     return max(tokens // 256, 2)

@@ -85,7 +85,8 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     sizes = [*split_heads(model), *inner_widths(model)]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
-    # Stacks of one section have the same tokens: their sequence is named once.
+    # Stacks that take turns in a section share its sequence, which is named once. Of Retro's, the last one has it;
+    # `retro_problems` checks the tokens of neighbours.
     lengths = {"" if stack.among else stack.side: stack.tokens for stack in stacks_of(model)}
     sizes += [("act_seq", f"{side}sequence_length", tokens) for side, tokens in lengths.items()]
     for axis, name, size in sizes:

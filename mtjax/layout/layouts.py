@@ -28,7 +28,7 @@ over pipeline stages, experts over `expert`."""
 def zero_axes(axes: Axes) -> Axes:
     """Returns the mesh axes over which ZeRO shards what is replicated otherwise, of a mesh with `axes`: without
     sharding groups all over which a batch is sharded, otherwise those of a group."""
-    # Ranks along them see other tokens, and have the same parameters.
+    # Ranks along these axes have different tokens, and the same parameters but for experts.
     return (SHARD if SHARD in axes else DATA, CONTEXT, EXPERT)
 
 
@@ -102,7 +102,7 @@ def layout_of(
     and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
     sizes = {"kv_heads": num_kv_heads(model), "groups": ssm_groups(model)}
-    # A number that the degree does not divide: ranks then share a head (`divisibility` checks that they can).
+    # Where the degree does not divide the number, ranks share a head (`divisibility` checks that they can).
     replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
     return _layout(sequence_parallel, replicated, zero, mesh.axes, splits_width)
 

@@ -180,7 +180,7 @@ def parse_mesh(text: str) -> MeshShape:
         )
     if len(text) > LONGEST:
         raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
-    # Not \d, which digits of other scripts match, too.
+    # Not \d, which also matches digits of other scripts.
     if re.fullmatch(r"\s*[0-9]+(x[0-9]+){0,2}\s*", text):
         numbers = [int(number) for number in text.split("x")]
         degrees = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))

@@ -63,7 +63,7 @@ class LayerOrder:
         def placed(chunk: tuple[int, ...]) -> tuple[int, ...]:
             """Puts each layer into the next slot of its letter; returns the numbers in the slots of `letter`."""
             waiting = [number for number in chunk if number != PADDING]
-            # Slots are those of the chunk that needs most; a layer waits for the next slot of its letter.
+            # `slots` has the letters of every chunk in their order, so that no layer is left over.
             numbers = [waiting.pop(0) if waiting and pattern[waiting[0]] == slot else PADDING for slot in slots]
             return tuple(number for number, slot in zip(numbers, slots, strict=True) if slot == letter)
 

@@ -106,7 +106,7 @@ def timetable(schedule: ScheduleName, stages: int, microbatches: int, chunks: in
     depth = stages * chunks
     last = _forward_tick(microbatches - 1, stages, chunks)
     # Ticks from a microbatch's first forward half to its first backward half.
-    # GPipe: behind the last microbatch's last chunk. 1F1B: in the tick of a microbatch's own last forward half, whose
+    # GPipe: after the last microbatch's last chunk. 1F1B: in the tick of a microbatch's own last forward half, whose
     # result the backward half of the same tick reads.
     delay = last + depth if schedule == "gpipe" else depth - 1
     forward = _forward_work(stages, microbatches, chunks)
@@ -168,7 +168,7 @@ def _with_slots(
     for stage in range(stages):
         held: dict[tuple[int, int], int] = {}
         for t in range(ticks):
-            # The forward half first: a backward half of the same tick frees its slot behind it.
+            # The forward half first: it can't take the slot that a backward half of the same tick frees.
             if work := forward.get((t, stage)):
                 slot = -1
                 if backward:

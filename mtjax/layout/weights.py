@@ -77,7 +77,7 @@ def expert_biases(products: Mapping[str, ProductSizes]) -> dict[str, Sizes]:
     product's, which it adds to its own tokens."""
     up, down = products["up"], products["down"]
     count = up.inputs["expert"]
-    # The last product's are added to sums over experts, behind the dispatch: so each rank needs all of them.
+    # Those of the last product are added to sums over experts, after the dispatch, so each rank needs all of them.
     return {"up": {"expert": count, **up.outputs}, "down": {"every_expert": count, **down.outputs}}
 
 
@@ -97,8 +97,8 @@ def shared_gate(hidden: int) -> Sizes:
 def attention_products(
     hidden: int, num_heads: int, kv_heads: int, head_dim: int, *, is_gated: bool = False
 ) -> dict[str, ProductSizes]:
-    """Returns the products of self-attention, by name: query, key and value are one, or with fewer KV heads two; `gate`
-    is one of each channel of the heads."""
+    """Returns the products of self-attention, by name: query, key and value are one, or with fewer KV heads two;
+    `is_gated` adds `gate`, with an output for each channel of the heads."""
     embed, width = {"embed": hidden}, {"head_dim": head_dim}
     heads = {"heads": num_heads, **width}
     # Two parameters where the numbers differ: KV heads may be fewer than tensor parallel ranks, and then are

@@ -22,14 +22,14 @@ _RECOMPUTE = (
     ),
 )
 _FORMER = (
-    # Of 2020. A dest of its own: bias_gelu_fusion is that of --no-bias-gelu-fusion, which turns it off.
+    # Of 2020, with a dest of its own: bias_gelu_fusion is the dest of --no-bias-gelu-fusion, which turns it off.
     always("--bias-gelu-fusion", _XLA, dest="bias_gelu_fusion_of_2020"),
     none("--expert-parallel", "experts are on all ranks: add expert=N to --mesh", default=False),
     *(equal(f"--fp8-{kind}", f"--fp8 delayed --fp8-format {kind}", default=False) for kind in ("e4m3", "hybrid")),
     always("--DDP-impl", "gradients are always reduced in the compiled step"),
     always("--fp32-allreduce", "gradients are always added up in float32", default=False),
     always("--no-query-key-layer-scaling", "scores are never scaled by the layer's number"),
-    # All values that the formats of .bin files had: only mmap's is read, which a reader finds by its magic number.
+    # All formats that Megatron had. mtjax reads only that of mmap, which it recognizes by the files' magic number.
     always("--data-impl", "files are mapped into memory", same=("mmap", "infer", "lazy", "cached", None)),
     always("--mmap-warmup", "not needed", default=False),
     *(

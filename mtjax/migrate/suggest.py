@@ -25,7 +25,7 @@ def advice(option: str, value: str | None, known: Collection[str]) -> str:
 
 def meaning(option: str, value: str | None, known: Collection[str]) -> str | None:
     """Returns the suggestion for an option of another tool; None for others, and if the command has no equivalent."""
-    # Other tools have underscores, or capitals.
+    # Options of other tools may have underscores or capitals.
     name = option.replace("_", "-").lower()
     row = by_name().get(name)
     # Before Megatron's table: the same word (--batch-size) may mean several options, of which the command has one.

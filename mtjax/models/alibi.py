@@ -55,6 +55,6 @@ def slopes(heads: int) -> tuple[float, ...]:
     """Returns the slopes of any number of heads: 2^(-8i / p) for the first p of them, the largest power of 2 that there
     are, and for the others every second one of those for 2p heads."""
     power = 2 ** math.floor(math.log2(heads))
-    # The rest is the recipe of the paper's code for numbers that are no powers of 2.
     first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    # For numbers that are no powers of 2, the others are those of the paper's code.
     return (*first, *(2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)))

@@ -1,4 +1,4 @@
-"""The hidden states behind the last layer, for evaluation, teachers and other heads."""
+"""The hidden states after the last layer, for evaluation, teachers and other heads."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ Tree = Any
 
 
 def final_hidden_states(placed: ShardedModel, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
-    """Computes the hidden states behind the last layer, by the rules in force, without dropout; call it in a trace.
+    """Computes the hidden states after the last layer, by the rules in force, without dropout; call it in a trace.
 
     Args:
       placed: the model.

@@ -15,7 +15,8 @@ def _forward(*arrays: Array) -> tuple[tuple[Array, ...], None]:
 
 
 def _backward(_: None, gradients: tuple[Array, ...]) -> tuple[Array, ...]:
-    # XLA: it would compute one that is needed late where it is needed, and keep what it is computed from in float32.
+    # XLA: without the barrier, it would compute a gradient that is needed late only there, and keep what it is computed
+    # from in float32.
     return lax.optimization_barrier(gradients)
 
 

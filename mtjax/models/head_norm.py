@@ -35,7 +35,7 @@ class HeadNorm(nnx.Module):
         if self.subtracts_mean:
             x = x - x.mean(-1, keepdims=True)
         if self.is_full_width:
-            # Of a key head that several ranks share each copy counts alike, so that the mean is that of the heads.
+            # Where ranks share key heads, each head has as many copies, so that the mean is that of the heads.
             # Saved, so that the backward pass repeats no reduction over the ranks.
             square = checkpoint_name(jnp.square(x).mean((-2, -1), keepdims=True), ATTENTION_STATISTICS)
         else:

@@ -53,9 +53,11 @@ def embed_tokens(
     scale: float = 1.0,
     project_in: Linear | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
-    """Looks up the tokens' rows of the table [vocab, embed], in `dtype`, and adds the vectors of their positions.
+    """Looks up the tokens' rows of the vocabulary's table, scales them, takes them to the width of the hidden states if
+    they have another, and adds the vectors of their positions if learned; the result has type `dtype`.
 
     Args:
+      table: [vocab, embed], float32.
       positions: [seq, embed], float32; None where positions are not learned.
       position_ids: of each token; its position in the sample when None.
       local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
@@ -123,7 +125,7 @@ LOSS_WEIGHTS = "loss_weights"
 
 
 class HiddenStates(NamedTuple):
-    """The activations between two layers, and between two sections."""
+    """The activations between two layers, and between two sections: all that a pipeline stage sends to the next."""
 
     x: Float[Array, "batch act_seq embed"]
     """Hidden states (the residual stream)."""
@@ -139,6 +141,8 @@ class RunsLayers(Protocol):
         ...
 
 
+# Functions, not arrays: only the first stage embeds, and each stage computes the context itself, as stages send each
+# other hidden states alone.
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
@@ -164,16 +168,25 @@ class Trunk(Headless, Protocol):
     """A model with its head."""
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes each loss from the output of the last section, float32 [batch] or [batch, seq], not weighted; or its
-        weighted sum, [], if the batch has `LOSS_WEIGHTS`."""
+        """Computes the values of each loss from the output of the last section: float32 [batch] or [batch, seq], not
+        weighted; or their weighted sum, [], if the batch has `LOSS_WEIGHTS`."""
         ...
 
 
 def run_sections(
     trunk: Headless, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
 ) -> tuple[HiddenStates, dict[str, State]]:
-    """Runs a model up to its head; returns the output of the last section, and the states of the layers of each
-    section, None where they have none."""
+    """Runs a model up to its head.
+
+    Args:
+      trunk: the model.
+      batch: its arrays, [batch, ...].
+      keys: dropout keys.
+      states: of the layers of sections that have any, by the sections' names.
+
+    Returns:
+      The output of the last section, and every section's states, None where its layers have none.
+    """
     # T5's decoder embeds its input and reads the encoder's output: `embed` gets the hidden states of the section
     # before.
     hidden, after = None, {}
@@ -226,8 +239,15 @@ class TrunkLosses:
 
 
 def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
-    """Sums values over samples and tokens, [batch, ...] or [batch, seq, ...] by name, weighted: to scalars for losses.
-    Those without a weight are left out."""
+    """Sums values over samples and tokens, weighted.
+
+    Args:
+      values: by name, [batch, ...] or [batch, seq, ...]; or [] if they are a weighted sum already.
+      weights: by name, [batch] or [batch, seq]; values without a weight are left out.
+
+    Returns:
+      [...] by name: scalars for losses.
+    """
 
     def one(values: Array, weights: Array) -> Array:
         """Sums a loss times its weights, [batch, seq] each, or of samples."""
@@ -243,8 +263,8 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
 class LanguageModel(Trunk, Protocol):
     """A model that a train step can train: a language model, or one with another head for finetuning.
 
-    A loss, of one or several by name, is the mean of its values over the global batch, weighted by `loss_weights`; the
-    sum of the losses is minimized.
+    It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by
+    `loss_weights`; the sum of the losses is minimized.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:

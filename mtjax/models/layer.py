@@ -45,7 +45,7 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
-        """Draws the parameters of a layer of this kind."""
+        """Draws the parameters of a layer of a kind in `KINDS` (`mtjax.models.mixers.registry`)."""
         mixers = mixer_types(model, kind)
         self.mixers = tuple(mixers)
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
@@ -77,7 +77,8 @@ class Layer(nnx.Module):
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
         """Runs the mixers, which add their outputs to the residual stream: each in its turn, or in a parallel layer,
-        where all read the same hidden states, all at once. `states` are by name; None if no mixer has one."""
+        where all read the same hidden states, all at once. `states` are those of the mixers that have one, by name;
+        None if none has. So are the new states, which are returned with the hidden states."""
         if self.is_parallel:
             from mtjax.models.parallel_residual import run_side_by_side
 
@@ -128,8 +129,8 @@ class Stack(nnx.Module):
         key: Array,
         layer_type: type[Layer] = Layer,
     ) -> None:
-        """Draws the parameters; `key` is split into one for each layer of the section, `parallel` says which of them
-        each stage has, and `dtype` is that of products."""
+        """Draws the parameters of the layers that `own` describes; `key` is split into one for each layer of the
+        section, `parallel` says which of them each stage has, and `dtype` is that of products."""
         self.path = own.path
         self.order = stack_order(own, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
         # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
@@ -148,16 +149,23 @@ class Stack(nnx.Module):
         self.recompute = recompute
 
     def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
-        """Returns the function that runs all layers one after the other: (hidden states) -> hidden states, new states.
+        """Returns the function that runs all layers one after the other.
 
-        States are stacked along `layers`; None in training, and where no layer has any.
+        Args:
+          context: other inputs of all layers.
+          states: the layers' states, each array stacked along `layers`; None in training.
+
+        Returns:
+          (hidden states) -> the hidden states, and the layers' new states, stacked likewise; None where no layer has
+          any.
         """
         layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
         return loop_over_layers(partial(run_layer, context), layers, self.recompute)
 
 
 def run_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
-    """Runs one layer, with its number and its dropout keys, on hidden states [batch, act_seq, embed]."""
+    """Runs one layer, with its number and its dropout keys, on hidden states [batch, act_seq, embed]; returns them and
+    the layer's new state."""
     # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
     return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
 

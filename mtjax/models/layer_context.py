@@ -23,12 +23,14 @@ PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
 """Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the number of text tokens per sample, [batch]."""
 
 
+# One type for all kinds of layers, so that a stack passes it on without knowing which mixer reads what.
 @dataclass(frozen=True)
 class LayerContext:
     """Inputs of every layer other than the hidden states; all of them are optional."""
 
     dropout_keys: Key[Array, " batch"] | None = None
-    """One per sample, for the layer's number; None turns dropout off."""
+    """One per sample; None turns dropout off. A layer's mixers get keys derived from the stack's keys and the layer's
+    number."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only; padding is a separate segment."""
     layer: Int[Array, ""] | int | None = None
@@ -60,13 +62,16 @@ class LayerContext:
     padding: "Padding | None" = None
     """Which tokens are padding, which routers neither count nor send to experts; None where all are text."""
     cache_positions: "CachePositions | None" = None
-    """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state."""
+    """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state; None without
+    one."""
 
 
 State = Any
-"""Arrays that a mixer reads and returns besides hidden states, such as a KV cache; None if none, as in training."""
+"""A tree of arrays that a mixer reads and returns besides hidden states, such as a KV cache; None where there is none,
+as in training."""
 
 
+# A protocol, not a base class: attributes and parameters of a mixer are its own, and so are their names in checkpoints.
 class Mixer(Protocol):
     """A sublayer. Its name in `MIXERS` is the name of its parameters, NAME, and of its norm's, NAME_norm."""
 
@@ -75,7 +80,8 @@ class Mixer(Protocol):
     init_number: ClassVar[int]
     """Folded into the layer's key for the mixer's initial parameters; mixers with the same number share random bits."""
     dropout_site: ClassVar[int]
-    """Site of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a layer differ."""
+    """Site, within the layer, of the dropout on its output. Dropouts inside a mixer have sites too; all sites of a
+    layer differ."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""

@@ -87,7 +87,8 @@ class Linear(nnx.Module):
 
 
 def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
-    """Builds the weight of a norm, for a value of the setting norm_weight; at first the norm multiplies by 1."""
+    """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
+    None for none."""
     return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
 
 
@@ -160,7 +161,7 @@ def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
     """Computes the mean of each token, and its variance plus epsilon: [..., 1] each."""
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
-    # Of differences: the mean of squares minus the square of the mean would cancel where the mean is large.
+    # The mean of squared differences: the mean of squares minus the square of the mean cancels where the mean is large.
     return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
 
 

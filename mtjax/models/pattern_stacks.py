@@ -64,7 +64,7 @@ class PatternStacks:
                     (x, carried), report = loop.run(run, done, (x, carried))
             reports += [] if report is None else [report]
         with jax.named_scope("layers"):
-            # Behind the last loop: there the backward pass begins, with the accumulators.
+            # After the last loop, where the backward pass begins: it is given the accumulators there.
             x = seed_cotangents(loop.sums, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
@@ -196,6 +196,6 @@ class PatternLoop:
 
 
 def _in_order(states: list[State]) -> State:
-    """Stacks the states of a loop, [iterations, ...] of each layer of an iteration, in the order of all layers."""
+    """Stacks the states of a loop, one [iterations, ...] for each layer of an iteration, to [layers, ...] in order."""
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)

@@ -51,7 +51,7 @@ class TrunkPipeline(TrunkLosses):
           chunk: int32 [], among the stage's chunks of the section.
 
         Returns:
-          The boundary behind the chunk; and the weighted sums of its routers' losses, [], and counters, [layers, ...]
+          The boundary after the chunk; and the weighted sums of its routers' losses, [], and counters, [layers, ...]
           with zeros for layers outside the chunk. These are not sent to the next stage: each stage accumulates those of
           its layers, and they are all-reduced over stages once per step.
         """

@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that predict tokens further ahead.
 
 Layer k combines the final hidden states of the layer before it (of the model for k = 1), normalized, with the
-embeddings of the tokens k places ahead. Its output predicts the tokens that are k places behind the labels, with the
+embeddings of the tokens k places ahead. Its output predicts the tokens that are k places after the labels, with the
 model's output table. All of it belongs to the losses: pipeline stages run it with the head, on the last one.
 """
 
@@ -75,7 +75,7 @@ def prediction_reports(model: Model, num_samples: int) -> dict[str, Float[Array,
 
 def with_predictions(model: Model, parts: dict[str, Array]) -> dict[str, Array]:
     """Prepares the losses and counters of a step for its metrics: the layers' losses without their coefficient, so that
-    they compare with the model's own, and the counters of their experts as rows behind those of the other layers."""
+    they compare with the model's own, and the counters of their experts as rows after those of the other layers."""
     for number in range(1, model.mtp_num_layers + 1):
         parts = parts | {loss_name(number): parts[loss_name(number)] / coefficient(model)}
     # Counters of all layers are one array, in which the metrics number the layers.
@@ -103,7 +103,7 @@ class Predictor(nnx.Module):
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, number: int, key: Array) -> None:
         """Draws the parameters of layer `number`, from 1 on."""
-        # Numbered behind the model's layers, so that no dropout key is used twice.
+        # Numbered after the model's layers, so that no dropout key is used twice.
         self.number, self.layer_number = number, model.num_layers + number - 1
         key = jax.random.fold_in(key, self.layer_number)
         self.embedding_norm, self.hidden_norm = make_norm(model, dtype), make_norm(model, dtype)

@@ -69,7 +69,7 @@ class QuantizedKVCache:
         most = next(most for kind, most in TYPES.values() if kind == dtype)
         array = array.astype(jnp.float32)
         largest = jnp.abs(array).max(axis=-1, keepdims=True)
-        # Of zeros the quotient would be 0 / 0.
+        # The quotient of zeros would be 0 / 0.
         scale = jnp.where(largest > 0, largest / most, 1.0)
         # A quotient that is rounded up would be beyond the largest 8-bit float, where it is not a number.
         numbers = jnp.clip(array / scale, -most, most)

@@ -58,7 +58,8 @@ traced_layer: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]]
 
 def is_unrolled() -> bool:
     """Returns whether the traced layer is in no loop over layers."""
-    # XLA: what a loop's body slices and concatenates is written out at its boundaries; else it is read in place.
+    # XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; without a loop it is read
+    # in place.
     return traced_layer.get() != "in a loop"
 
 
@@ -162,7 +163,11 @@ def as_it_is(run: Any) -> Any:
 
 
 def loops_of(count: int, recompute: Recompute) -> list[Loop]:
-    """Returns the loops over layers; a group is one iteration, and a UserError if it does not divide the layers."""
+    """Returns the loops over layers; a group is one iteration.
+
+    Raises:
+      UserError: the layers are not a multiple of the group.
+    """
     if recompute.is_uniform:
         saving = save_input if recompute.kind == "full" else partial(save_products, kind=recompute.kind)
         return [Loop(saving, count, as_it_is)]
@@ -180,6 +185,9 @@ def scan_accumulating(
       stack: parameters [layers of the stack, ...], and numbers and states of the layers to run, [layers, ...].
       sums: accumulators, float32 [layers of the stack, ...]; zeros when None.
       offset: index in the stack of the first layer to run; 0 when None.
+
+    Returns:
+      The output of the last layer, and the layers' states, stacked.
     """
     # Autodiff of `lax.scan` would stack the gradients of each loop, and the compiler concatenate these stacks and add
     # them to `sums`: two or three times the memory. Instead, loops carry the stack, unchanged, for the sake of its

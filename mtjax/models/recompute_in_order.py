@@ -138,7 +138,7 @@ def _over_ranks() -> PartitionSpec:
 def _token_of(gradients: Tree, like: Array) -> Array:
     """Returns a token of the gradients of a layer's matrices, with the type of `like`."""
     arrays = [a for a in jax.tree.leaves(gradients) if jnp.issubdtype(a.dtype, jnp.floating)]
-    # Those of vectors and routers may be reduced together, behind the last layer. Of experts the size of one matrix
+    # Those of vectors and routers may be reduced together, after the last layer. Of experts the size of one matrix
     # counts, or other matrices would seem to be as small beside that of many experts.
     largest = max((math.prod(sorted(a.shape)[-2:]) for a in arrays), default=0)
     return _token([a for a in arrays if a.size > largest // 16], like)

@@ -67,7 +67,7 @@ class RecurrentState:
           positions: of the tokens.
         """
         seen = jnp.concatenate([taps, tokens.astype(taps.dtype)], 1)
-        # By the number of tokens that were read: an inactive sequence keeps its taps, and padding is left out.
+        # Moved on by the number of new tokens: an inactive sequence keeps its taps, and padding is left out.
         count, kept = self.is_new(positions).sum(1), self.taps.shape[1]
         newest = jax.vmap(lambda row, first: lax.dynamic_slice_in_dim(row, first, kept))(seen, count)
         newest = newest.astype(self.taps.dtype)

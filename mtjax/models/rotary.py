@@ -34,7 +34,7 @@ class Rotations(NamedTuple):
         index = of_layer(self.of_layers, layer)
         if isinstance(index, int):
             return self.distinct[index]
-        # Of the few that differ, computed outside the loop over layers.
+        # Selected from the few that differ, which are computed outside the loop over layers.
         cos, sin = (lax.select_n(index, *each) for each in zip(*self.distinct, strict=True))
         return Rotation(cos, sin)
 

@@ -102,6 +102,7 @@ class ShardedModel:
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""
         device = self.mesh.devices.flat[0]
+        # CPUs have no compute capability.
         major, minor = (int(part) for part in getattr(device, "compute_capability", "0.0").split("."))
         return choose_kernel(config, device.platform, (major, minor), self.mesh_shape)
 

@@ -43,7 +43,7 @@ def draw_blocks(model: Model, count: int, dtype: jax.typing.DTypeLike, key: Arra
 
 
 class SharedBlock(nnx.Module):
-    """Attention and an MLP, each behind a norm, without residual additions."""
+    """Attention and an MLP, each after a norm, without residual additions."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         """Draws the parameters."""

@@ -74,7 +74,7 @@ def halves(
     # index of both dimensions. XLA: what is made of one of them is computed in a kernel of its own.
     stride = -(-length // 4) * 4
     low_rows = 2**32 // stride  # of which the index fits into a word
-    # Of two sites in a layer it would keep indices that they have in common, 4 bytes an element: they have none.
+    # XLA: it would keep indices that two sites of a layer have in common, 4 bytes an element: so they have none.
     row = row ^ jnp.uint32(site)
     index = row % jnp.uint32(low_rows) * jnp.uint32(stride) + column
     first, second = threefry(key, row // jnp.uint32(low_rows), index >> jnp.uint32(2))

@@ -1,4 +1,4 @@
-"""Adds arrays that are equal for all samples, without hoisting their broadcasts: see `mtjax.sharding.axes`."""
+"""Adds arrays that are equal for all samples, without hoisting their broadcasts: see `no_hoist`."""
 
 import jax
 from jax import Array

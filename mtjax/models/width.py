@@ -1,7 +1,5 @@
-"""Hidden states whose width is sharded (2D tensor parallelism): vectors that are added to them, and norms.
-
-Norms all-reduce means over the width, two numbers per token.
-"""
+"""Hidden states whose width is sharded (2D tensor parallelism): vectors that are added to them, and LayerNorm, which
+all-reduces two numbers per token."""
 
 from functools import partial
 

@@ -40,5 +40,5 @@ class Writer(LanguageModel, Protocol):
         ...
 
     def final_hidden(self, x: Array) -> Array:
-        """Prepares the hidden states behind the last layer, [batch, act_seq, embed], for the output table."""
+        """Prepares the hidden states after the last layer, [batch, act_seq, embed], for the output table."""
         ...

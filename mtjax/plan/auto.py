@@ -54,7 +54,7 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
 
 def _fastest(anatomy: Anatomy, plans: list[Plan], server: Server) -> Plan:
     """Returns the fastest plan that fits the memory; tensor parallelism stays inside a server where possible."""
-    # As a search without --usable.
+    # As in a search without --usable.
     limit = Space().usable * server.gpu.memory
     inside = [plan for plan in plans if plan.tensor_degree <= server.gpus] or plans
     needed = {plan: peak_stage_memory(anatomy, plan).total for plan in inside}

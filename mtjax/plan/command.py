@@ -92,7 +92,7 @@ def _check_imbalance(anatomy: Anatomy, options: Options) -> None:
 
 def _imbalance(anatomy: Anatomy, options: Options) -> float:
     """Returns the load of the busiest rank over the mean, limited by the experts' capacity."""
-    # More tokens than its capacity an expert drops, so that no rank can have more than that.
+    # An expert drops tokens beyond its capacity, so that no rank has more than that.
     return min(options.expert_imbalance, max(anatomy.model.capacity_factor or math.inf, 1.0))
 
 

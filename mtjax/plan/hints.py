@@ -46,7 +46,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     dropout = run.model.attention_dropout
     # What the kernel would be without dropout, if it is asked for and if it is not.
     asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
-    # A kernel that was chosen by name is not questioned.
+    # Flash attention is in use, or another kernel was chosen by name.
     if (plan.flash_attention and not plan.pallas_attention) or run.model.attention not in ("auto", "cudnn"):
         return None
     if _kernel(without, plan, server) == "cudnn":
@@ -58,7 +58,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     else:
         return None
     now = step_time(anatomy, plan, server).total
-    # Selective recompute leaves scores out, and flash attention stores none.
+    # Selective recompute saves memory for scores, of which flash attention stores none.
     recompute = "none" if plan.recompute == "selective" else plan.recompute
     fused = _changed(
         plan, run, flash_attention=True, pallas_attention=False, attention_dropout=False, recompute=recompute

@@ -214,7 +214,7 @@ def generation(
         read = memory.weights + memory.cache
     reading = read / (gpu.bandwidth * constants.memory)
     return Generation(
-        # Each token attends to half of the others in the mean.
+        # On average a token attends to half of the context.
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
         token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),
     )

@@ -64,7 +64,7 @@ class Options:
                 raise UserError(f"--{name} is {value}, and must be at most {most:g}")
         for name in ("usable", "exposed_share", "serial_share"):
             value = getattr(self, name)
-            # Smaller shares would be divided by, and overflow.
+            # Results are divided by some of these, and would overflow.
             if not 1e-9 <= value <= 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, and must be above 0 and at most 1")
         if not 1 <= self.expert_imbalance <= MOST_DEVICES:

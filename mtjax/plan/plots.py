@@ -62,7 +62,7 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
         if model > server.gpus or plan.global_batch_size % data:
             continue
         microbatch = min(plan.microbatch_size, plan.global_batch_size // data)
-        # Context and expert parallel ranks become data parallel ones, so that all bars are of these three axes.
+        # Ranks of all other axes become data parallel ones, so that bars differ in these three alone.
         mesh = MeshShape(data=data, stage=plan.stages, model=model)
         option = replace(plan, mesh=mesh, microbatch_size=microbatch)
         if not any(problems(anatomy.model, option)):
@@ -101,7 +101,7 @@ def weak_scaling(axes: Axes) -> None:
 
 def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
     """Plots the speed-up over one replica at a fixed global batch size, with the ideal and Amdahl's bound."""
-    # Ranks of a sharding group and expert parallel ranks are of one replica, and share its batch.
+    # A replica has all ranks of a sharding group and of expert parallelism, which divide its batch.
     replica = plan.mesh.replica_shape
     counts = [d for d in divisors(plan.global_batch_size // replica.batch_degree) if d <= max(64, plan.data_degree)]
     times = []

@@ -85,7 +85,7 @@ def figure_5_fixed_batch(constants: Constants | None = None) -> list[Point]:
     points = []
     for gpus, published in ((2, 1.64), (4, 2.34), (8, 2.98)):
         plan = replace(one, mesh=MeshShape(model=gpus))
-        # Of all GPUs together: the paper's appendix has speed-ups, and not efficiencies.
+        # The speed of all GPUs together: the paper's appendix has speed-ups, not efficiencies.
         speed = gpus * _speed(anatomy, plan, DGX_2H, MEGATRON_2019, constants) / base
         points.append(Point(f"8 samples on {gpus} GPUs", plan, published, speed))
     return points

@@ -253,7 +253,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
         "layers per chunk",
         note=note,
     )
-    # Of unequal stages the smallest: chunks must divide the layers of all.
+    # Layers of the smallest stage: chunks must divide those of all stages.
     layers = min(plan.layers_per_stage or (anatomy.model.num_layers // p,))
     chunk_counts = {v for v in (*divisors(layers)[1:4], plan.chunks) if v > 1}
     schedules: dict[tuple[ScheduleName, int], None] = {("gpipe", 1): None, ("1f1b", 1): None}

@@ -80,7 +80,7 @@ def fastest_kinds(candidates: Sequence[Candidate], most: int, limit: float = mat
       limit: seconds of a step.
     """
     best: dict[tuple[MeshShape, Recompute], tuple[tuple[float, float], int]] = {}
-    # By lower bound: from the first on that is above what is wanted, all further ones are too.
+    # In the order of lower bounds: after the first that is too long, all others are too long as well.
     for number in sorted(range(len(candidates)), key=lambda number: candidates[number].least):
         candidate = candidates[number]
         slowest = sorted(order[0] for order, _ in best.values())[most - 1] if len(best) >= most else math.inf
@@ -267,7 +267,7 @@ def best_plan(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Sp
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
     found = search(anatomy, base, gpus, server, space)
-    # Stages as unequal as one likes, only if no others fit: they wait for the fullest.
+    # Stages may be as unequal as they like only if nothing else fits, as all wait for the fullest.
     if not found.fitting:
         found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf))
     if found.fitting:
@@ -305,7 +305,7 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
         for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
-        # Powers of two of what was asked for, also where the batch has no such divisor: stages may take them.
+        # Without such divisors, pipeline stages may take a factor of two.
     } | {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 

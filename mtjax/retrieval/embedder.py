@@ -104,7 +104,7 @@ class Embedder:
         ids = [ids for (ids,) in self._encoder.encode([(text,) for text in texts])]
         # Two more: [CLS] and [SEP].
         sizes = np.array([min(len(each) + 2, self.max_tokens) if len(each) else 0 for each in ids])
-        # Short texts first, in short rows: the shapes are few, so each compiles once.
+        # Texts are batched by length, in rows of a few lengths: each is a shape to compile.
         for length in self._lengths:
             chosen = np.flatnonzero((sizes > 0) & (sizes <= length))
             sizes[chosen] = 0
@@ -130,7 +130,7 @@ class Embedder:
             row, _ = self._encoder.format.row((each,), length)
             tokens[i, : len(row)], sizes[i] = row, len(row)
         place = np.arange(length)
-        # Without [CLS] in front and [SEP] behind: of two short texts these would be most of the mean.
+        # Without [CLS] and [SEP], which would make up most of the mean of a short text.
         is_text = ((place > 0) & (place < sizes[:, None] - 1)).astype(np.float32)
         arrays = {
             "tokens": tokens,

@@ -143,9 +143,9 @@ def embed_corpus(
         *(str(corpus.prefix), corpus.content(), content_digest(tokenizer), chunk, len(database)),
         *(embedder.width, embedder.name, embedder.fingerprint, embedder.max_tokens, embedder.dtype),
     )
-    # Without names: a run continues after its corpus or embedder was moved, whose contents are in digests.
+    # Without names: a run continues after its corpus or embedder was moved. Their digests identify them.
     identity = {**asdict(header), "corpus": "", "embedder": ""}
-    # float16: half the file and half the memory of a search. Distances are computed in float32.
+    # float16 halves the file and the memory of a search. Distances are computed in wider types.
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)
     with rows.opened(), BytesProgress(f"embedding {corpus.prefix}", len(database)) as progress:
         while rows.done < len(database):

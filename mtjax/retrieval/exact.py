@@ -98,7 +98,7 @@ class ExactIndex:
 
     def _on_devices(self) -> Iterator[tuple[int, Array]]:
         """Yields blocks on the devices, float16[devices, block, width], and the place of the first vector of each."""
-        # 2 bytes of float16. A server asks for a few queries at a time: the vectors would be sent again for each.
+        # float16 has 2 bytes. Vectors that fit stay on the devices: a server would send them for every few queries.
         if 2 * self._vectors.width * len(self._vectors) <= KEPT_BYTES * self._devices:
             yield from self._kept
         else:

@@ -43,8 +43,7 @@ class FaissIndex:
         self._faiss, self._vectors, self._factory = require("faiss", "faiss"), vectors, factory
         name = digest({"of": identity, "factory": factory, "sample": sample, "size": len(vectors)})
         path = None if saved is None else saved.with_name(f"{saved.name}.{name}.faiss")
-        # Chunks without text: faiss has no way to leave out a vector that was added, so they are dropped from what it
-        # finds.
+        # Vectors of chunks without text: faiss can't leave them out of its index, so `search` drops them.
         zeros = [place + np.flatnonzero(~block.any(axis=1)) for place, block in vectors.blocks(BLOCK)]
         self._zeros = np.concatenate([np.empty(0, np.int64), *zeros])
         index = self._read(path)
@@ -57,8 +56,8 @@ class FaissIndex:
 
     def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See `vectors.Index.search`; the distances are those of the index."""
-        # More, so that enough are left without the vectors of zeros.
-        # With many of them, twice as many are searched: most are not near a query that has text.
+        # More than `count`, so that enough are left without the vectors of zeros. If there are many of these, twice as
+        # many have to do: most of them are not near a query that has text.
         wanted = min(count + len(self._zeros), len(self)) if len(self._zeros) < count else min(2 * count, len(self))
         distances, places = self._index.search(np.ascontiguousarray(queries, np.float32), wanted)
         distances = np.where((places < 0) | np.isin(places, self._zeros), np.inf, distances).astype(np.float32)

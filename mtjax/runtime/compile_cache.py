@@ -62,7 +62,7 @@ class CompileCache:
             self._prepare(Path(os.path.expanduser(self.folder)).absolute())  # noqa: PTH111 - it never fails
         if str(self.folder) != str(self._before[DIR]):
             _use_folder(self.folder)
-        # What the environment sets, stays.
+        # Settings of the environment are kept.
         for name in (name for name in _SMALL if name.upper() not in self._environment):
             jax.config.update(name, 0)
         self._stack = contextlib.ExitStack()
@@ -97,7 +97,7 @@ class CompileCache:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # cached programs run in this process
             if not os.access(folder, os.W_OK | os.X_OK):
-                # It is still read from.
+                # Programs are still read from it.
                 self.note = f"new compiled programs are not cached: {folder} can't be written to"
             elif self._is_ours:
                 remove_least_recent(folder, self._limit)

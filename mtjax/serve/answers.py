@@ -189,7 +189,7 @@ class Texts:
     def _usage(self, form: ResponseFormat) -> dict[str, int]:
         # Once for each prompt, however many texts continue it, as in OpenAI's API.
         prompt_tokens = sum(map(len, self._prompts))
-        # The engine generates a token in any case.
+        # The engine generates a token even if a prompt is only scored; then it is not returned.
         pieces = (piece for text in self._texts for piece in text.pieces) if form.has_text else ()
         generated = sum(piece.token is not None for piece in pieces)
         return {

@@ -117,7 +117,7 @@ class CompletionFormat:
         *,
         has_text: bool,
     ) -> None:
-        # OpenAI numbers choices so: the n texts of the first prompt, then those of the second.
+        # In the order of OpenAI's choices: the n texts of the first prompt, then those of the second.
         self._prompts = [prompt for prompt in prompts for _ in range(samples)]
         self._echo, self.has_text = echo, has_text
         self._logprobs: list[CompletionLogprobs] | None = None

@@ -185,7 +185,7 @@ def _sampling(fields: Fields) -> Sampling:
     temperature = fields.number("temperature", lambda value: 0 < value <= 100, "above 0 and at most 100")
     top_k = fields.integer("top_k", 0, MOST_TOP_K) or 0
     top_p = fields.number("top_p", lambda value: 0 <= value <= 1, "from 0 to 1") or 0.0
-    # As Megatron-LM's sampling.
+    # Megatron-LM's sampling refuses both, too.
     if top_k and top_p:
         raise ApiError(400, f"top_k is {top_k} and top_p is {top_p:g}: send one of them", "top_p")
     for name in ("top_p_decay", "top_p_bound"):

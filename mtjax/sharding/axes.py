@@ -238,10 +238,11 @@ mlir.register_lowering(
 
 
 def no_hoist(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls `function(*arguments)` as one primitive, whose jaxpr is opaque until it is lowered."""
+    """Calls `function(*arguments)` as one primitive, opaque until it is lowered, so that `lax.scan` hoists nothing out
+    of it."""
     # `lax.scan` hoists what is computed from constants alone, such as a mask broadcast to the shape of attention
-    # scores: the program would materialize that array, keep it alive through the step, and read it in every layer. Out
-    # of a nested `shard_map` it hoists constants too, and the map then does not lower.
+    # scores: the program would materialize that array, keep it alive through the step, and read it in every layer. It
+    # hoists constants even out of a nested `shard_map`, which then does not lower.
     arrays, tree = jax.tree.flatten(arguments)
     flat = lambda *arrays: function(*jax.tree.unflatten(tree, arrays))  # noqa: E731
     jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)

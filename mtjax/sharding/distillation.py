@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
-from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, add_gradients, local_logits, local_rows
+from mtjax.sharding.token_chunks import Chunks
+from mtjax.sharding.vocab import LossOptions, VocabSpecs, add_gradients, local_logits, local_rows
 
 
 def vocab_parallel_distillation(
@@ -65,7 +66,7 @@ def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array | None) 
         """Computes losses and log Z of this rank's tokens, inside the map."""
         (top, teacher_top), (scale, soft_scale, teacher_scale, difference, target) = _summaries(specs, options, *arrays)
         log_z = jnp.log(scale) + top
-        # Of z / T the maximum is that of z over T: one maximum serves both softmaxes of the student.
+        # The maximum of z / T is that of z, divided by T: one maximum serves both softmaxes of the student.
         log_soft = jnp.log(soft_scale) + top / temperature
         log_teacher = jnp.log(teacher_scale) + teacher_top / temperature
         divergence = difference / teacher_scale / temperature - log_teacher + log_soft

@@ -41,7 +41,7 @@ def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None,
         return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
             query, key, value, scale=scale, mask_type=causal, sliding_window_length=window
         )
-    # jax counts the tokens before a token, without itself.
+    # jax counts the tokens before a token, without the token itself.
     near = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         query, key, value, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
@@ -244,7 +244,8 @@ def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Arr
     dimensions = (4, 4, 4, 3) if ranks.observes else (4, 4, 4)
     found = ranks.map(ranks.kernel.backward, dimensions)(inputs, more, out, statistics, gradient)
     of_sinks = None if sinks is None else gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient)
-    # Of this rank's rows: ranks and microbatches take the largest of these where they would add gradients.
+    # The largest score in this rank's rows: where gradients would be added, over ranks and microbatches, the maximum of
+    # these is taken.
     return *found[:3], of_sinks, found[3].max((0, 2)) if ranks.observes else None, None
 
 

@@ -105,8 +105,8 @@ def quantized(a: Array, kind: Any, scale: Array) -> Array:
     """Rounds `a scale` to an 8-bit type; values beyond its largest become that, infinite ones NaN."""
     # An infinite value would become an ordinary one, and hide an overflow for which a step is skipped.
     wide, top = a.astype(jnp.float32), float(jnp.finfo(kind).max)
-    # Of an infinite value the difference is NaN. A constant's broadcast would be hoisted out of the scan over layers
-    # (`lax.scan`), and each kernel would read it from memory: 4 bytes an element.
+    # The difference of an infinite value from itself is NaN. A constant's broadcast would be hoisted out of the scan
+    # over layers (`lax.scan`), and each kernel would read it from memory: 4 bytes an element.
     return jnp.where(jnp.isinf(a), wide - wide, jnp.clip(wide * scale, -top, top)).astype(kind)
 
 
@@ -215,7 +215,7 @@ def _product_backward(
     formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
     # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
     x_gradient = _scaled(recipe, formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
-    # Of the weight before its dimensions are merged.
+    # The weight's shape before its dimensions are merged.
     shape = saved[1].shape
     inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
@@ -260,7 +260,7 @@ def _counts(recipe: Recipe, scales: Scales, x_largest: Array, g_largest: Array) 
         repeats = scales.age.shape[1] // len(largest)
         place = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
         shape = (len(largest), repeats, count)
-        # A rank has several rows where heads outnumber ranks: the state is the same on every mesh.
+        # The state has a row for each head, on every mesh: a rank with several heads fills all of their rows.
         every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=place)
         return every.reshape(-1, count, out_sharding=PartitionSpec(place[0], None))
 

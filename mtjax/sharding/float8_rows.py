@@ -81,7 +81,7 @@ def _product(
         # XLA: it recognizes the pair of casts as an operand of 8 bits.
         operands.append(quantized(array, kind, scale).astype(a.dtype))
         inverses.append(inverse_of(scale.squeeze(along)))
-    # Of more digits than one: products of the result and two scales are rounded once, from float32.
+    # With more digits than one, products of the result and two scales are rounded once, from float32.
     wide = a.dtype if digits == 1 else jnp.float32
     result = jnp.einsum(
         f"{formula[0]},{formula[1]}->{formula[2]}",

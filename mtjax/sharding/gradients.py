@@ -5,9 +5,9 @@ each layer's gradients in the compute type once per microbatch, inside the backw
 are local to a rank and its samples, and the program itself decides when and in which type gradients are reduced.
 
 Without pipeline stages the schedule is gradient accumulation: one microbatch after the other, each through the entire
-model. Inside the backward pass that is layer by layer: a loop over layers carries the stack of parameters unchanged;
-the cotangent of that carry is the accumulator, to which each iteration of the backward loop adds the gradients of its
-layer in place.
+model. The backward pass accumulates layer by layer: a loop over layers carries the stack of parameters unchanged; the
+cotangent of that carry is the accumulator, to which each iteration of the backward loop adds the gradients of its layer
+in place.
 """
 
 from collections.abc import Callable
@@ -75,11 +75,15 @@ class ManualRegion:
         return jax.tree.map(lambda a: reshard(a, self.batch_spec(a.ndim)), batch)
 
     def map(self, local: Callable[[Tree, Tree], Tree], batch: Tree, results: Tree) -> Callable[[Tree, Tree], Tree]:
-        """Returns a function of parameters sharded as `storage_spec`, and of the result of `shard_batch`, that runs
-        `local` on every rank with its shards, with `model` explicit inside.
+        """Returns a function that runs `local` on every rank, with `model` explicit inside.
 
-        `batch` is like the batch; `results` has the specs of what `local` returns, whose values may vary only over the
-        manual axes that these name.
+        Args:
+          local: (this rank's shards of the parameters, its shard of the batch) -> results.
+          batch: arrays like those of the batch, [batch] or [batch, seq].
+          results: specs of what `local` returns; its values may vary only over the manual axes that these name.
+
+        Returns:
+          (parameters sharded as `storage_spec`, the result of `shard_batch`) -> results.
         """
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
         param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
@@ -141,7 +145,14 @@ def with_accumulators(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp)
 
 
 def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -> Tree:
-    """Adds a microbatch's gradients, by parameters of `with_accumulators`, to the same float32 `sums`."""
+    """Adds a microbatch's gradients to the accumulators.
+
+    Args:
+      records: of each parameter.
+      sums: accumulators, float32.
+      gradients: with respect to parameters of `with_accumulators`, with the same `sums`.
+      adds_up: the same predicate; these gradients contain the sum already.
+    """
 
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
         """Adds a parameter's gradient to its sum, unless the backward pass has added it."""
@@ -158,7 +169,8 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
 
 
 def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
-    """Separates a stack's parameters from the accumulators of those that are `AccumulateInto`; None where none are."""
+    """Separates a stack's parameters, of which some are `AccumulateInto`, from their accumulators, in their order; None
+    where there are none."""
     # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
     sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
@@ -167,8 +179,13 @@ def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
 
 
 def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
-    """Returns a layer and the `differentiable_shards` of all layers, [layers, ...] each, unchanged; in the backward
-    pass, adds the layer's gradients to the cotangents of `stack` at `index`."""
+    """Returns both unchanged; in the backward pass, adds the layer's gradients to the cotangents of `stack`.
+
+    Args:
+      layer: parameters of one layer.
+      stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
+      index: the layer's position in the stack.
+    """
     # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
     shards, tree = jax.tree.flatten(differentiable_shards(layer))
     shards, stack = _tie(shards, stack, index)
@@ -203,8 +220,13 @@ def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
 
 @jax.custom_vjp
 def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
-    """Returns `x`, the hidden states behind the last layer; in the backward pass, the cotangents of `stack`, which the
-    loop carried unchanged and nothing else reads, begin as `sums`, float32 in its shapes, instead of zeros."""
+    """Returns `x`; in the backward pass, the cotangents of `stack` begin as `sums` instead of zeros.
+
+    Args:
+      sums: gradient accumulators, float32, in the shapes of `stack`.
+      x: hidden states behind the last layer.
+      stack: what the loop over layers carried unchanged; nothing else may read it.
+    """
     return x
 
 
@@ -256,8 +278,16 @@ class Accumulate:
     num_microbatches: int
 
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
-        """Computes losses of this rank's samples, [samples, ...], and float32 gradients of their sum by its shards of
-        the parameters, both summed over microbatches; the caller reduces the gradients that the backward pass does not.
+        """Computes losses and gradients of this rank's samples.
+
+        Args:
+          model: differentiated.
+          parameters: this rank's shards, varying over the axes over which the batch does.
+          batch: arrays [samples, ...], this rank's.
+          reduction: which gradients are reduced inside the backward pass; the caller reduces the others.
+
+        Returns:
+          The losses, and the float32 gradients of their sum, both summed over microbatches.
         """
         records, wrapped = reduction.records, reduction.wrap(parameters)
         prepared = self.prepare_parameters(records, wrapped)
@@ -319,7 +349,14 @@ class Accumulate:
 def distributed_gradients(
     model: LossModel, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule, reduction: Reduction
 ) -> Callable[[Tree, Tree], tuple[Sums, Tree]]:
-    """Returns the function that computes losses and gradients of a global batch like `batch`.
+    """Returns the function that computes losses and gradients of a global batch.
+
+    Args:
+      model: differentiated; the weights of its losses already divide by global counts, so sums are means.
+      batch: a sharded batch, or arrays like it; only shapes are read.
+      region: in which it runs.
+      schedule: the order of microbatches.
+      reduction: how gradients of the trainable parameters are reduced.
 
     Returns:
       (parameters sharded as `storage_spec`, the result of `region.shard_batch`) -> the losses by name, float32 scalars;

@@ -45,7 +45,7 @@ def on_device(tree: Any) -> Any:
 
 def copied_to_device(tree: Any) -> Any:
     """Copies arrays of the host's memory to the device; others are returned as they are."""
-    # Without a kind of memory, which is then the device's.
+    # A sharding that names no memory is in the device's.
     place = lambda a: NamedSharding(a.sharding.mesh, a.sharding.spec)  # noqa: E731
     return jax.tree.map(lambda a: jax.device_put(a, place(a)) if is_on_host(a) else a, tree)
 

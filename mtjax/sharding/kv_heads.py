@@ -1,5 +1,5 @@
 """Grouped-query attention with fewer KV heads than the tensor parallel degree: ranks select the head that they need.
-So do the ranks of a group of heads of a state-space layer.
+The same holds for groups of heads of a state-space layer.
 
 All KV heads are replicated then. The query heads of a rank belong to a single group, so a rank computes with one key
 and one value head. Its gradient is a partial sum, which is reduced over the ranks in float32.

@@ -41,6 +41,7 @@ class GradReduction:
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
 
+# A pytree in the place of a parameter, so that `lax.scan`, `vmap` and `jax.tree.map` need no code for it.
 class WrappedParam:
     """A parameter with communication where it is used."""
 
@@ -106,9 +107,9 @@ class ShardedParam(WrappedParam):
     """Likewise without the leading `layers`."""
     gather_dtype: str
     """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
-    # Of a layer's matrices that are not quantized it is `gather_dtype`, so that no second copy is saved.
     dtype: str
-    """Type of the gathered parameter, and of its gradient."""
+    """Type of the gathered parameter, and of its gradient. For a layer's matrices that are not quantized it is
+    `gather_dtype`, so that no second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
     cast: tuple[Any, ...] = ()
@@ -143,6 +144,7 @@ class ShardedParam(WrappedParam):
 
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
+        # `shard` stays what the loss is differentiated by: the gradient of `full` is reduced to its shape.
         return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
@@ -168,11 +170,14 @@ def gather(leaf: ShardedParam) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _reduce_grad(param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array) -> Array:
-    """Returns `array`, of sharding `param_spec`; its gradient, reduced over ranks, becomes that of `shard`."""
+    """Returns `array`, which is sharded as `param_spec`. Its gradient, reduced over ranks, becomes that of `shard`:
+    float32 zeros in the shape of the reduced gradient."""
     return array
 
 
-def _reduce_grad_forward(_: PartitionSpec, reduction: GradReduction, array: Array, shard: Array) -> tuple[Array, None]:
+def _reduce_grad_forward(
+    param_spec: PartitionSpec, reduction: GradReduction, array: Array, shard: Array
+) -> tuple[Array, None]:
     return array, None
 
 
@@ -187,8 +192,13 @@ _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
-    """All-gathers a shard along `reduction.dim`, float32 or, in parts, cast already; backward, reduce-scatters the
-    gradient along the same dimension."""
+    """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
+
+    Args:
+      how: the parameter, without arrays.
+      shard: float32, 1 / `reduction.num_shards` of the parameter.
+      cast: the same in `gather_dtype`, if it exists already, in parts.
+    """
     dtype = how.gather_dtype if how.is_quantized else how.dtype
     with jax.named_scope("parameters"):
         full = [fully_manual(lambda a: gathered(how, a).astype(dtype), spec(*how.names))(a) for a in cast or (shard,)]
@@ -231,8 +241,15 @@ def row_major(a: Array) -> Array:
 def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradReduction) -> Array:
     """Reduces a gradient over ranks: a reduce-scatter where `reduction` has a dimension, else an all-reduce.
 
-    It is local to the rank's samples and sharded as `grad_spec`; the sum is float32. In bfloat16, each rank's gradient
-    is rounded before it is sent, and every partial sum is rounded too.
+    In bfloat16, each rank's gradient is rounded before it is sent, and every partial sum is rounded too.
+
+    Args:
+      gradient: local to the rank's samples; sharded as `grad_spec`, and otherwise in full.
+      grad_spec: its sharding; along manual axes each rank has its shard already.
+      reduction: axes, dimension and communication dtype.
+
+    Returns:
+      The sum, float32: this rank's shard of it along `reduction.dim`.
     """
     if not reduction.axes:
         return gradient.astype(jnp.float32)

@@ -39,7 +39,8 @@ class ParamSpec:
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
-    """Whether it maps the hidden states to or from another space."""
+    """Whether it maps the hidden states to or from another space: such parameters have weight decay, and ZeRO gathers
+    most of them in the compute type."""
     compute_spec: PartitionSpec
     """Sharding in which products use it: replicated over the axes of `grad_reduction`."""
     storage_spec: PartitionSpec
@@ -49,13 +50,13 @@ class ParamSpec:
     between_groups: Axes
     """Mesh axes between sharding groups, over which the gradient of a shard is reduced after the last microbatch; ()
     without groups, and for a parameter that ZeRO does not shard."""
-    # Ranks along them see the same samples, and only some have a gradient of it: `stage`, for an embedding.
     deferred_axes: Axes
-    """Other mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage."""
+    """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
+    see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
     gather_dtype: str | None
     """Type in which it is gathered; None where ZeRO does not shard it."""
     is_gathered_per_step: bool
-    """Whether it is gathered once per step, by ZeRO-1 and 2."""
+    """Whether it is gathered once per step: by ZeRO-1 and 2, and by ZeRO-3 if `is_of_every_tick`."""
     is_trainable: bool
     """Whether it is trained; a frozen parameter has no gradient and no moments."""
     dtype: str = "float32"
@@ -63,7 +64,8 @@ class ParamSpec:
 
     @property
     def is_of_every_tick(self) -> bool:
-        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block."""
+        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2
+        and 3 gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
         return _is_of_every_tick(self.name, self.deferred_axes)
 
     @property
@@ -114,8 +116,9 @@ def param_specs(
 ) -> Tree:
     """Builds the record of each parameter from trees of logical names and abstract arrays.
 
-    ZeRO gathers matrices in `compute_dtype`, gradients are reduced in `grad_reduce_dtype`, and trained matrices are
-    stored in `master_dtype`; `is_trainable` has the dotted name. The layout's rules name only axes of this mesh.
+    ZeRO gathers matrices in `compute_dtype`, gradients are reduced over ranks in `grad_reduce_dtype`, and trained
+    matrices are stored in `master_dtype`. `is_trainable` is asked by the parameter's dotted name. The rules of `layout`
+    name only axes of this mesh.
     """
 
     def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
@@ -149,7 +152,6 @@ def param_specs(
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
-            # A shared block is gathered once per step by ZeRO-2 and 3, too, and its gradient is reduced then.
             is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or _is_of_every_tick(name, deferred)),
             is_trainable=trainable,
             dtype=master_dtype if trainable and is_narrow else "float32",
@@ -186,7 +188,7 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
     """Returns the logical names of every parameter's dimensions, in a tree of plain dicts like the parameters'."""
 
     def names(variable: nnx.Variable) -> nnx.Variable:
-        # `vmap` over layers (`Stack`) adds a leading dimension to the array, but no name to its metadata: `layers`.
+        # `vmap` over layers (`Stack`) adds a leading dimension, `layers`, to the array, but no name to its metadata.
         axes = tuple(variable.get_metadata()["axes"])
         return variable.replace(("layers",) * (len(variable.shape) - len(axes)) + axes)
 

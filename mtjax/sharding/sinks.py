@@ -33,6 +33,6 @@ def gradient_of_sinks(
     gradient: Float[Array, "batch seq heads head_dim"],
 ) -> Float[Array, " heads"]:
     """Computes the gradient of sinks from output and log-sums with them, and the output's gradient."""
-    # Of the derivative P (dP - rowsum(dO O)) of a sink's score only the sum is left.
+    # The derivative of a score is P (dP - rowsum(dO O)); of a sink's only the row sum is left, as it has no value.
     row_sums = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
     return -(jnp.exp(sinks - log_sums) * row_sums).sum((0, 1))

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
+from mtjax.sharding.token_chunks import Chunks
 
 if TYPE_CHECKING:
     from mtjax.sharding.stored_weight import StoredWeight
@@ -75,7 +76,8 @@ class VocabSpecs:
 
 
 def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
-    """Returns each token's row in this rank's `rows` of the table, 0 where another rank has it; and whether it has."""
+    """Returns each token's row in this rank's shard of `rows` rows, 0 where another rank has it, and whether this rank
+    has it."""
     row = tokens - lax.axis_index(specs.rows) * rows
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
@@ -84,8 +86,15 @@ def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Arra
 def vocab_parallel_embedding(
     table: "Array | StoredWeight", tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
-    """Looks up rows of a table [vocab, embed], zeros for ids outside it; in `dtype`, one all-reduce over `model`, or
-    with sequence parallelism one reduce-scatter."""
+    """Looks up rows of a table whose rows are sharded.
+
+    Communication: one all-reduce over `model`, or with sequence parallelism one reduce-scatter.
+
+    Args:
+      table: [vocab, embed], float32; or stored in another form, which has no gradient.
+      tokens: ids in [0, vocab); other ids give zeros.
+      dtype: type of the result, which is sharded like hidden states, and of the communication.
+    """
     specs, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
     if not isinstance(table, Array):
         with jax.named_scope("embedding"):
@@ -187,11 +196,22 @@ def vocab_parallel_cross_entropy(
     bias: Float[Array, " vocab"] | None = None,
     sequence: str = "act_seq",
 ) -> Float[Array, "batch seq"]:
-    """Computes the cross-entropy, float32, of `hidden @ table.T + bias` with `labels`, without gathering logits.
+    """Computes the cross-entropy of `hidden @ table.T + bias` with `labels`, per token, without gathering logits.
 
     Logits are these products, scaled and soft-capped as the options say. With e = label_smoothing and
-    Z = sum(exp(logits)): `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`. `sequence` is the
-    logical name of the second dimension of `hidden`, `seq` where it is replicated over `model`.
+    Z = sum(exp(logits)): `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
+
+    Args:
+      hidden: in the compute type; products accumulate in float32.
+      table: float32, rows sharded over `model`.
+      labels: ids in [0, vocab_size).
+      options: vocabulary size, chunk length, smoothing and z-loss.
+      bias: float32, sharded like the table's rows, if any.
+      sequence: logical name of `hidden`'s second dimension: `act_seq` where it is sharded like hidden states between
+        layers, `seq` where it is replicated over `model`.
+
+    Returns:
+      Losses, float32, to be weighted and summed; a token of weight 0 has no gradient.
     """
     return _cross_entropy(VocabSpecs.in_force(sequence), options, hidden, table, bias, labels)
 
@@ -232,7 +252,7 @@ def _cross_entropy_backward(
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
-        """Computes the gradients of this rank's hidden states, table rows and biases."""
+        """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)  # once, not per chunk
@@ -285,8 +305,8 @@ def logit_gradient(
 def add_gradients(
     sums: tuple[Array, Array | None], slope_CV: Array, hidden_CH: Array, table_VH: Array
 ) -> tuple[tuple[Array, Array | None], Array]:
-    """Adds a chunk, by the gradient of its products with the table, to the float32 gradients of table and bias; returns
-    these sums, and the gradient of the chunk's hidden states."""
+    """Adds a chunk to the float32 gradients of table and bias, from the gradient [C, V] of its products with the table;
+    returns these sums, and the gradient [C, H] of the chunk's hidden states."""
     of_table_VH, of_bias_V = sums
     of_bias_V = None if of_bias_V is None else of_bias_V + slope_CV.sum(0)
     # Both products are in the compute type; the table's gradient is summed over chunks in float32.
@@ -308,7 +328,10 @@ class Summaries(NamedTuple):
 def summaries_of(
     specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
 ) -> Summaries:
-    """Summarizes each token's logits, inside the map, by a maximum over ranks and one all-reduce of 2 or 3 numbers."""
+    """Summarizes each token's logits, inside the map.
+
+    Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks of `rows`.
+    """
     hidden_BSH = specs.gather_sequence(hidden_BSH)
     chunks, table_VH = Chunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
 
@@ -343,8 +366,14 @@ def local_logits(
     options: OutputOptions,
     scales_V: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Computes float32 logits [C, V] of this rank's rows, `NEVER` behind the vocabulary, and the index of each row in
-    the entire vocabulary, inside the map; `scales_V` are those of an 8-bit table."""
+    """Computes the logits of this rank's vocabulary rows, inside the map.
+
+    The rows are in the type of `hidden_CH`; `scales_V` are those of an 8-bit table, whose values are in `table_VH`.
+
+    Returns:
+      float32 logits [C, V], `NEVER` for rows behind the vocabulary; and the index of each column in the entire
+      vocabulary, [V].
+    """
     # Sums of exponentials over the vocabulary need float32; the operands stay in the compute type.
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if scales_V is None else logits * scales_V
@@ -365,35 +394,3 @@ def sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Arra
     if not options.label_smoothing:
         return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)
     return jnp.where(column_V < options.vocab_size, logits_CV, 0).sum(-1)
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Divides a rank's tokens into chunks of equal length, the last one padded with zeros."""
-
-    tokens: int
-    count: int
-
-    @classmethod
-    def of(cls, hidden_BSH: Array, size: int) -> "Chunks":
-        """Divides the tokens of an array [B, S, ...] into chunks of at most `size`."""
-        tokens = hidden_BSH.shape[0] * hidden_BSH.shape[1]
-        return cls(tokens, -(-tokens // size))
-
-    @property
-    def length(self) -> int:
-        """Tokens of a chunk."""
-        # As few as make `count` chunks, so that the last one has little padding.
-        return -(-self.tokens // self.count)
-
-    def split(self, a: Array) -> Array:
-        """[B, S, ...] -> [chunks, C, ...]."""
-        flat = a.reshape(self.tokens, *a.shape[2:])
-        if padding := self.count * self.length - self.tokens:
-            # What the loss says of it is cut off by `join`; in the backward pass its gradient is 0.
-            flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
-        return flat.reshape(self.count, self.length, *a.shape[2:])
-
-    def join(self, a: Array, shape: tuple[int, ...]) -> Array:
-        """[chunks, C, ...] -> [B, S, ...], without the padding."""
-        return a.reshape(-1, *a.shape[2:])[: self.tokens].reshape(shape)

@@ -14,8 +14,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
+from mtjax.sharding.token_chunks import Chunks
 from mtjax.sharding.vocab import (
-    Chunks,
     LossOptions,
     VocabSpecs,
     add_gradients,

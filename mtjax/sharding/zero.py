@@ -51,11 +51,19 @@ class Reduction:
     num_microbatches: int
     """Of the step."""
     stages: int = 1
-    """Of the pipeline."""
+    """Of the pipeline. With several stages the backward pass runs once per tick of the timetable, idle ticks included,
+    so a reduction inside it would run too often."""
 
     def wrap(self, parameters: Tree) -> Tree:
-        """Wraps parameters, sharded as `storage_spec` and varying as the batch does, for differentiation: some gather
-        themselves, or reduce their gradients, where they are used."""
+        """Wraps parameters for differentiation: some gather themselves, or reduce their gradients, where they are used.
+
+        Each becomes a `ShardedParam`, which is gathered; a `ReplicatedParam`, perhaps of a `ShardedParam`, whose
+        gradient is reduced in the backward pass or only cast to float32; or it stays a float32 array, whose gradient
+        `finish` reduces.
+
+        Args:
+          parameters: sharded as `storage_spec`, and varying over the axes over which the batch does.
+        """
 
         def one(record: ParamSpec, array: Array) -> Any:
             """Wraps one parameter."""
@@ -89,8 +97,7 @@ class Reduction:
     def is_reduced_in_backward(self, record: ParamSpec) -> bool:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
-        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction. With
-        # several stages the backward pass runs in every tick, also idle ones: a reduction inside it would, too.
+        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
         if self.zero >= 2 and not record.is_of_every_tick:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
@@ -100,8 +107,12 @@ class Reduction:
     def finish(self, gradients: Tree) -> Tree:
         """Reduces the gradients that the backward pass has not reduced, and those of parameters that stages share.
 
-        They are float32, in the shapes of the arrays that `wrap` differentiates by; the results are sharded as
-        `storage_spec`.
+        Args:
+          gradients: float32, in the shapes of the arrays that `wrap` differentiates by; local to each rank's samples
+            where they are not reduced yet.
+
+        Returns:
+          The reduced gradients, sharded as `storage_spec`.
         """
         # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
         leaves, tree = jax.tree.flatten(gradients)
@@ -127,8 +138,8 @@ class Reduction:
 
 
 def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, reduction: GradReduction) -> Array:
-    """Builds float32 zeros like a rank's reduced gradient, to differentiate by. Before the reduction, it varies over
-    the mesh axes over which `like` does."""
+    """Builds float32 zeros like a rank's reduced gradient, to differentiate by; `like` varies over the mesh axes over
+    which the gradient varies before the reduction."""
     zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_only(record.compute_spec))
     # An all-reduce makes values equal over its axes; a reduce-scatter leaves them different over its shard axes.
     axes = tuple(axis for axis in varying_axes(like) if axis in reduction.shard_axes or axis not in reduction.axes)
@@ -153,10 +164,10 @@ def wrap_for_inference(records: Tree, parameters: Tree) -> Tree:
 
 def gather_on_use(record: ParamSpec, shard: Array, keep_for_backward: bool = False) -> ShardedParam | Array:
     """Wraps a parameter's shard, [layers, ...] for one of a stack, so that it is gathered where it is used: for each
-    pass, or once for both."""
+    pass, or once for both. Where ranks hold different layers, returns the gathered stack instead."""
     assert record.gather_dtype is not None
     if record.is_stacked and not record.is_sharded_within_layers:
-        # Ranks hold different layers, and each use would need all of them: gathered at once.
+        # Each use would need all of these shards.
         return _gather_all_layers(record, shard)
     # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
     dtypes = record.gather_dtype, record.gather_dtype if record.is_stacked else "float32"
@@ -194,8 +205,16 @@ def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
 
 
 def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
-    """All-gathers parameters of ZeRO-1 and 2, in their `gather_dtype`, for all microbatches of a step. Those that the
-    loop over layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped."""
+    """All-gathers the parameters of ZeRO-1 and 2 once, for all microbatches of a step.
+
+    Args:
+      records: of each parameter.
+      wrapped: parameters as `Reduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
+
+    Returns:
+      The same tree; each `ShardedParam` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
+      layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
+    """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     table = jax.tree.leaves(records)
     stacks = sharded_stacks(table)
@@ -226,7 +245,8 @@ def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
 
 
 def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
-    """All-gathers stacks, [the same number of layers, ...] each, in their `gather_dtype`, layer by layer."""
+    """All-gathers stacked parameters in their `gather_dtype`, one layer after the other; they are sharded within
+    layers, [layers, ...] each, and all have the same number of layers."""
 
     def layer(number: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
@@ -247,15 +267,23 @@ def gather_upfront(layers: Tree) -> Tree:
 
 
 def gather_layer(like: ShardedParam) -> Array:
-    """All-gathers one layer's parameter, without the leading `layers`, in row-major memory layout."""
+    """All-gathers one layer's parameter, in row-major memory layout; `like` has no leading `layers`."""
     # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
     # with explicit axes makes the partitioner gather it, so all are manual.
     return fully_manual(lambda a: row_major(gathered(like, a)), spec(*like.names))(like.sent)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:
-    """Reduce-scatters gradients, [layers, ...] each, layer by layer; `layers` counts among the dimensions of
-    `reductions` and of the shardings `specs`."""
+    """Reduce-scatters stacked gradients one layer after the other.
+
+    Args:
+      gradients: [layers, ...] each, local to a rank's samples.
+      reductions: of each, `layers` counted among the dimensions.
+      specs: sharding of each before the reduction.
+
+    Returns:
+      This rank's shards of the reduced gradients, float32 [layers, ...].
+    """
 
     def reduce_layer(index: ArrayLike) -> list[Array]:
         of_layer = zip(index_layer(gradients, index), specs, reductions, strict=True)

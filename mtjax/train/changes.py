@@ -345,7 +345,7 @@ def _rates(past: Past, config: Config, now: Config) -> list[Change]:
     hint = "follows from the settings above"
     if not is_same_decay and past.horizon.decay_steps and past.horizon.decay_steps > config.optimizer.warmup_steps:
         hint = f"--decay-steps {past.horizon.decay_steps} keeps the earlier decay"
-    # As printed: differences that the log would not show are none.
+    # Compared as they are printed: a difference that the table would not show is left out.
     if rate_of(then, past.step) != rate_of(now, past.step):
         rows.append(
             Change(f"learning rate, step {past.step + 1}", rate_of(then, past.step), rate_of(now, past.step), hint)

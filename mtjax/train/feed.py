@@ -17,7 +17,7 @@ def open_batches(
     return data.open_loader(
         config,
         dataset,
-        # By the size of each batch, which a ramp-up changes.
+        # A function of the size of a batch, which a ramp-up changes.
         rows=lambda size: process_rows(placed.batch_sharding, size),
         start_sample=consumed,
         batch_schedule=batch_schedule,

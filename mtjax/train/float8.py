@@ -47,7 +47,7 @@ class Float8Step(TrainStep):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
         if device.platform != "cpu":
-            # Compile-only devices may not say theirs: 9.0, as the planner assumes.
+            # Compile-only devices may not report one: 9.0 then, as the planner assumes.
             capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
             check_float8_gpu(config.training.fp8, device.device_kind, capability)
         super().__init__(config, mesh, layout)
@@ -64,7 +64,7 @@ class Float8Step(TrainStep):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """See `TrainStep.with_optimized`; the states of products remain."""
-        # Products' states pass by the optimizer: `apply_gradients` computes their next ones.
+        # The optimizer does not have the products' states: `apply_gradients` computes their next ones.
         return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
 
     @property
@@ -136,7 +136,7 @@ class Float8Step(TrainStep):
         # the next are found wrong: passes are repeated until no scale becomes smaller by more than 1/8, and none more
         # than twice as large.
         for passes in range(1, most + 1):
-            # By the program of a step, so that no second one is compiled.
+            # Runs the program of a step, so that no second one is compiled.
             state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
             _, after = self._scales_of(state)
             if float(metrics["skipped"]):
@@ -182,7 +182,7 @@ def _found(states: Tree) -> tuple[Array, Array]:
 
     def find(states: Tree) -> tuple[Array, Array]:
         leaves = jax.tree.leaves(states, is_leaf=lambda below: "scale" in below)
-        # Of padding layers scale and ages are 0.
+        # Scale and ages of padding layers are 0.
         known = [(state["age"] < UNSEEN).any((1, 2, 3)) & (state["scale"][:, 1] > 0) for state in leaves]
         return jnp.concatenate(known).any(), jnp.concatenate([state["scale"][:, ::2] for state in leaves])
 
@@ -261,7 +261,7 @@ def _fitted(states: Tree, weights: Tree) -> Tree:
     each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
     largest = jnp.stack(each).max(0).astype(jnp.float32)
     scale = fitting_scale(largest, E4M3, _digits(state))
-    # Of padding layers, whose weights are 0, the state remains 0.
+    # The states of padding layers, whose weights are 0, remain 0.
     fitted = jnp.where(largest > 0, scale, known)
     return {**after, STATE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}
 

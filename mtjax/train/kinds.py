@@ -28,5 +28,4 @@ def step_class(config: Config) -> type[TrainStep]:
     ]
     if len(kinds) < 2:
         return (kinds or [TrainStep])[0]
-    # Their methods call `super()`, so that each extends those behind it.
     return type("And".join(kind.__name__ for kind in kinds), tuple(kinds), {})

@@ -182,7 +182,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
             progress.say(nothing_to_do(objective, prepared, environment))
             return True
         prepared.record_and_report(progress.say, checkpoints, local)
-        # Only now: if the checkpoint is refused, the run's folder must stay as it was.
+        # Opened after the checkpoint is accepted: if it is refused, the run's folder must stay as it was.
         logs = open_logs(config, environment, data, this_start, start.step, progress.say)
         if logs[0] is not None:
             stack.callback(logs[0].close)
@@ -275,7 +275,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 entry |= validate_and_evaluate(run, state, step, clock)
                 log_entry(run, entry, compiled=step == start.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
-            # Its queue holds results on the devices.
+            # The queue of steps to check keeps results on the devices, so its length is limited.
             elif run.nonfinite_steps.is_full:
                 check_steps(run, state)
             # All processes stop after the same step, whichever of them received the signal.

@@ -31,7 +31,7 @@ Tree = Any
 Numbers = Callable[[str], Sequence[int]]
 """Maps the dotted name of a stacked array to the indices of its layers."""
 GOOD = -1
-"""Index of the first tensor that is not finite if everything is finite."""
+"""The index in the place of that of the first tensor that is not finite, if everything is finite."""
 Ratio = jax.Array
 """Fraction of a phase that is over, 0 to 1."""
 
@@ -47,9 +47,11 @@ DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
 
 
 def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
-    """Builds the learning rate schedule, a function of the step, counted from 0; after `decay_steps` every style but
-    constant is at the minimum."""
-    # Without an initial rate the first update changes only Adam's moments, as in Megatron.
+    """Builds the learning rate schedule, a function of the step, counted from 0.
+
+    Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
+    changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the minimum.
+    """
     peak, initial, warmup = options.learning_rate, options.initial_learning_rate, options.warmup_steps
     # In a run that is no longer than its warmup, the rate rises to the end.
     last = max(options.decay_steps or steps, warmup + 1)
@@ -78,8 +80,13 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
-    """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it;
-    `orders` are those of layers in stacked parameters."""
+    """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it.
+
+    Args:
+      config: rates, decay and clipping.
+      records: `ParamSpec` of every parameter, in a tree like theirs.
+      orders: order of layers in stacked parameters.
+    """
     options, steps = config.optimizer, config.training.steps
     clip = _clip(options.clip_grad_norm) if options.clip_grad_norm else optax.identity()
     if optimizer_states(config).is_plain:
@@ -106,7 +113,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
         return optax.chain(clip, rule)
     from mtjax.train.layer_decay import layer_decay
 
-    # Behind the rule: Adam's updates do not depend on the scale of its gradients.
+    # After the rule, not before it: Adam's updates do not depend on the scale of its gradients.
     return optax.chain(clip, rule, layer_decay(config, records, orders))
 
 
@@ -151,6 +158,8 @@ def norm_and_first_bad(
     Args:
       scalar: has to be finite, too, and so has the norm, unless it may overflow; if only they are not, the index is the
         number of tensors.
+      values: gradients or parameters, with any sharding.
+      records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
     """

@@ -41,13 +41,13 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
     options = config.optimizer
     learning_rate = make_learning_rate(options, config.training.steps)
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
-    # It has weight decay and learning rate within, as its average needs the step that was made.
+    # It applies weight decay and learning rate itself, as its average needs the resulting step.
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
     scale = SCALES.get(options.optimizer)
     return optax.chain(
         scale(config, records) if scale else _adam(config, records, orders),
-        # Behind the scaling: decoupled, as AdamW's (arXiv 1711.05101), for every optimizer.
+        # After the scaling: decoupled, as in AdamW (arXiv 1711.05101), for every optimizer.
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -193,7 +193,7 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
         result = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
         if options.adam_nu_dtype == "bfloat16":
             # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
-            # By seed and step, so that a resumed run rounds as an uninterrupted one.
+            # The key is that of seed and step, so that a resumed run rounds as an uninterrupted one.
             key = jax.random.fold_in(jax.random.key(config.training.seed), count)
             leaves = [
                 round_stochastically(v, jax.random.fold_in(key, number), record, rows_of(order_of(record.name, orders)))
@@ -235,7 +235,7 @@ def schedule_free(
     def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, ScheduleFreeState]:
         rate = jnp.asarray(learning_rate(state.count), jnp.float32)
         inner: Any = base.init(params)
-        # Of optax's state only the averages and the counter are kept between steps.
+        # Between steps, only the averages and the counter of optax's state are kept.
         inner = (inner[0]._replace(count=state.count, nu=state.nu), *inner[1:])
         moved: Any = base.update(updates, inner, training_point(options, params, state))
         steps, after = moved

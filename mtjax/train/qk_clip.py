@@ -82,7 +82,7 @@ class QKClipStep(TrainStep):
         largest = only_observers(gradients)
         if scale is not None:  # a power of two, by which all gradients were divided; scores are not scaled
             largest = jax.tree.map(lambda scores: scores * scale, largest)
-        # Beside the losses, by which `apply_gradients` receives them.
+        # Among the losses, with which `apply_gradients` receives them.
         return loss, {**parts, LARGEST_SCORES: largest}, without_observers(gradients)
 
     def apply_gradients(
@@ -96,7 +96,7 @@ class QKClipStep(TrainStep):
 
     def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`."""
-        # Behind the update: the next step reads weights whose scores are bounded.
+        # After the update, so that the next step reads weights whose scores are bounded.
         updated = super().rescaled(updated, parts, state)
         with jax.named_scope("qk_clip"):
             options = self.config.optimizer

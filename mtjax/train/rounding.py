@@ -45,7 +45,7 @@ def round_master(array: Array, record: ParamSpec, seed: int, step: Array, rows: 
     if record.dtype == "float32":
         return array
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), OF_MASTERS)
-    # By crc32: Python's hash of a string differs between processes.
+    # crc32, as Python's hash of a string differs between processes.
     key = jax.random.fold_in(key, zlib.crc32(record.name.encode()))  # so that it does not depend on other parameters
     return round_stochastically(array, key, record, rows)
 

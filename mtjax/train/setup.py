@@ -118,7 +118,7 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     """
     if config.parallel.mesh != AUTO or choose is None:
         return config
-    # Before the first call that attaches devices, after which their number is fixed.
+    # Set before `jax.devices()`, after which the number of devices is fixed.
     use_cpu_devices(1)
     devices = jax.devices()
     return configs.replace(config, mesh=str(choose(config, len(devices), devices[0].device_kind)))
@@ -180,8 +180,8 @@ def prepare(
     times.begin(TEXT)
     try:
         resolved, run_data = objective.load_data(config, environment.out, past, allowed)
-    # Relative paths of the data are resolved in the folder in which the run was started.
     except UserError as e:
+        # Relative paths of the data refer to the folder in which the run was started.
         if past is None or past.record is None or past.record.started_in == str(Path.cwd()):
             raise
         raise UserError(

@@ -49,7 +49,10 @@ class TrainStep(ShardedModel):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
-    optimizer changes. Raises as `ShardedModel` does.
+    optimizer changes.
+
+    Raises:
+      UserError: the mesh does not divide the model or its batch.
     """
 
     reduction_type: ClassVar[type[Reduction]] = Reduction
@@ -92,16 +95,20 @@ class TrainStep(ShardedModel):
         return with_sharding(state, self.state_sharding)
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
-        """Initializes the state in its sharding, with the same values on every mesh; donates `parameters` if given."""
+        """Initializes the state directly in its sharding, with the same values on every mesh.
+
+        If `parameters` are given, they are donated, and only the other parts of the state are initialized.
+        """
         return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """Runs one optimizer step, donating `state`; returns the new state and metrics.
 
-        Metrics are scalars: loss, grad_norm, learning_rate, tokens, skipped; each loss by name if there are several
-        (with experts, "loss" is that of the tokens alone, and expert_load the tokens per expert of each layer); and
-        first_bad, the index in `skipped_steps.tensors_of` of the first tensor that is not finite. If there is one, the
-        step is skipped: only the step number changes, skipped is 1 and grad_norm 0.
+        The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
+        name if there are several (with experts, "loss" is that of the tokens, without the router losses); expert_load,
+        the tokens per expert of each layer; and first_bad, the index of the first tensor that is not finite, in
+        `skipped_steps.tensors_of`. If there is one, the step is skipped: only the step number changes, skipped is 1 and
+        grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
@@ -116,7 +123,8 @@ class TrainStep(ShardedModel):
             return self._compiled_step.lower(*arguments)
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
-        """Returns shapes, dtypes and shardings of the step's inputs: a batch, and such as a teacher's targets."""
+        """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
+        targets."""
         return self.abstract_batch(global_batch_size)
 
     def lower_initialize(self, seed: int, parameters: Tree = None) -> jax.stages.Lowered:
@@ -197,9 +205,14 @@ class TrainStep(ShardedModel):
     def updated(
         self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
     ) -> tuple[Tree, Tree]:
-        """Traces the optimizer; returns the trained parameters and its state, as they were unless the step is `finite`.
+        """Traces the optimizer; returns the trained parameters and its state, as they were unless the step counts.
 
-        `norm` is that of all gradients, and `parts` are losses by name, and the load of experts.
+        Args:
+          state: before the step.
+          gradients: of the trained parameters.
+          parts: losses by name, and the load of experts.
+          norm: of all gradients.
+          finite: whether the step counts.
         """
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
@@ -216,7 +229,10 @@ class TrainStep(ShardedModel):
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """Traces the forward and backward pass; `scale` is float16's loss scale, which is divided out of the results.
+        """Traces the forward and backward pass.
+
+        Dropout keys are derived from `key`; None turns dropout off. `scale` is float16's loss scale, which is divided
+        out of the results.
 
         Returns:
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
@@ -225,7 +241,7 @@ class TrainStep(ShardedModel):
         weights = self.loss_weights(batch)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
-        # One dropout key per sample, derived from its index in the run: the same masks on every mesh; None: no dropout.
+        # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.mesh_shape, len(batch["sample_index"]))
         model, region, parameters, batch = self.loss_inputs(parameters, batch)
@@ -264,7 +280,11 @@ def optimizer_step_count(optimizer: Tree) -> Array:
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
-    """Builds the train step of `config` on an attached or compile-only `mesh`; raises as `ShardedModel` does."""
+    """Builds the train step of `config` on an attached or compile-only `mesh`.
+
+    Raises:
+      UserError: the mesh does not divide the model or its batch.
+    """
     # Imported here, as it imports this file.
     from mtjax.train.kinds import step_class
 

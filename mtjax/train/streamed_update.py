@@ -125,7 +125,7 @@ class Streamed:
     ) -> tuple[Array, Array, Array]:
         """Returns the parameter and its moments after the step; `rows` are the numbers of the layers that it stacks, if
         these are some of a stack's."""
-        # For a single parameter: without clipping no update depends on another parameter.
+        # An optimizer of this parameter alone: without clipping no update depends on another parameter.
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
         master = p.astype(jnp.float32)
@@ -213,7 +213,7 @@ class _LayerLoop:
         """Describes the loop over stacks, or over arrays outside them."""
         numbers = [ranks.numbers(order_of(record.name, orders)) for record in records]
         sizes = [math.prod(jax.typeof(p).sharding.shard_shape(p.shape)) for _, p, *_ in arrays]
-        # The same of all stacks: moments, and perhaps parameters.
+        # The same for all stacks: moments, and perhaps parameters.
         hosted = tuple(i for i, a in enumerate(arrays[0]) if is_traced_on_host(a))
         return cls(one, ranks, records, numbers, exchange_pairs(sizes), hosted)
 

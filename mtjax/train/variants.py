@@ -37,7 +37,7 @@ class Float16Step(TrainStep):
         after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
         with jax.named_scope("optimizer"):
             scale = update(state.loss_scale, metrics["first_bad"] == GOOD, self.config.training)
-        # The scale of this step, not of the next: by it an overflow is judged.
+        # The scale of this step, not of the next: `skipped_steps` judges an overflow by it.
         return replace(after, loss_scale=scale), {**metrics, "loss_scale": state.loss_scale.scale}
 
 
@@ -47,7 +47,7 @@ class NarrowMastersStep(TrainStep):
     def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`; rounds the parameters stochastically."""
         updated = super().rescaled(updated, parts, state)
-        # Updates, not steps: a skipped step draws no other bits.
+        # By the number of updates, not of steps: skipped steps do not change what later ones draw.
         step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
         return round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
 
@@ -105,6 +105,6 @@ class ScheduleFreeStep(TrainStep):
 
     def training_point(self, state: State) -> Tree:
         """See `TrainStep.training_point`."""
-        # The optimizer's chain: clipping, then the rule, a chain of one.
+        # The optimizer is a chain of clipping and the rule, which is a chain of one.
         point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
         return self.with_optimized(state.parameters, point)

@@ -29,8 +29,8 @@ def with_weight_decay(
         return build(weight_decay=decay)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # By the learning rate's counter, the last of the chain. optax takes a schedule, too, but adds a counter to the
-        # state: a checkpoint would differ in structure with and without a growing weight decay.
+        # Uses the learning rate's counter, which the chain's last state has. optax also takes a schedule, but adds a
+        # counter to the state: checkpoints with and without a growing weight decay would differ in structure.
         return build(weight_decay=decay(state[-1].count)).update(updates, state, params)
 
     return optax.GradientTransformation(build(weight_decay=0.0).init, update)

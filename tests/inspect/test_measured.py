@@ -221,6 +221,9 @@ def test_a_trace_of_a_run_with_other_settings_names_them(cpu_report: Report, tmp
     config.save(tiny(attention_dropout=0.25, loss_chunk=7), tmp_path / "config.toml")
     with pytest.raises(UserError, match=r"loss_chunk is 7 there and .* here; attention_dropout is 0.25 there and"):
         measure(cpu_report, tmp_path)
+    config.save(tiny(layers_per_stage=(1, 3)), tmp_path / "config.toml")
+    with pytest.raises(UserError, match=r"layers_per_stage is \(1, 3\) there and None here"):
+        measure(cpu_report, tmp_path)
     config.save(tiny(attention="auto"), tmp_path / "config.toml")
     assert measure(cpu_report, folder / "a.trace.json.gz").steps == 1
 

@@ -125,6 +125,8 @@ ENTRY %main (s: f32[8,100], i: s32[], n: f32[100], x: bf16[4,6,5], y: bf16[4,5,7
   %flash = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
   %back = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %lib = (f32[4,6,7]{2,1,0}, s8[64]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+  %masked = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "PADDING_CAUSAL", "dropout_rate": 0}}
+  %ring = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "NO_MASK", "dropout_rate": 0}}
   ROOT %g = f32[4,6,7]{2,1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
 }
 """  # noqa: E501
@@ -243,4 +245,14 @@ def test_flash_attention_counts_its_products_in_full():
     once = 2 * 2 * 3 * 64 * 64 * 16
     assert product_of(module.entry, module.entry.by_name["flash"]).flops == 2 * once
     assert product_of(module.entry, module.entry.by_name["back"]).flops == 5 * once
-    assert count_flops(module) == 7 * once + 2 * 2 * 4 * 6 * 5 * 7
+    assert count_flops(module) == 11 * once + 2 * 2 * 4 * 6 * 5 * 7
+
+
+def test_of_causal_flash_attention_half_takes_time():
+    module = hlo.parse(FUSED)
+    roofline = Roofline(module, [], SERVER, dataclasses.replace(CONSTANTS, launch=0.0))
+    times = {
+        name: roofline.product_seconds(product_of(module.entry, module.entry.by_name[name]))
+        for name in ("flash", "masked", "ring")
+    }
+    assert times["ring"] == pytest.approx(2 * times["flash"]) and times["masked"] == times["flash"]

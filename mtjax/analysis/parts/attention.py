@@ -314,7 +314,8 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
         return 0.0
     if plan.attention_in_blocks:
         return block_bytes(scores, plan)
-    # Of probabilities and of scores. The output's gradient takes the memory of the values, which are read before it.
+    # Gradients of probabilities and of scores. The output's gradient takes the memory of the values, which are read
+    # before it.
     return 2 * plan.element_bytes * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
@@ -323,8 +324,8 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
     keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
     gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
-    # Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients. Of queries,
-    # output and its gradient the two chunks of the step, and the float32 sum of the queries' gradients.
+    # Keys and values in flight and in use, and as many float32 sums of their gradients; the queries, output and its
+    # gradient of the step's two chunks, and the float32 sum of the queries' gradients.
     held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held

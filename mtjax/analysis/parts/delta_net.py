@@ -164,7 +164,7 @@ class DeltaNet(Mamba):
             outside += c * self._width(degree)
             forward += 2 * (2 * c * heads * key + 4 * inner) + 2 * alike
         if self.scans_in_blocks(plan):
-            # Of all blocks what they read, its gradients and those of the output; and the gate in float32.
+            # What all blocks read, its gradients and those of the output; and the gate in float32.
             outside += c * (2 * (inner + 2 * shared) + inner) + 2 * 4 * inner
         tokens, at_once = plan.local_tokens(self.tokens), self._tokens_at_once(plan)
         peak = max(loop + 4 * c * inner, solver + 3 * c * inner, forward)

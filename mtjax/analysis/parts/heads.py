@@ -170,7 +170,8 @@ class OneToken(Part):
         return replace(self, tokens=degree)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        # The stream is whole on every rank then, or the hidden state comes with another head's.
+        # Unless the stream is split, every rank has all of it; a head that does not stand alone gets its hidden state
+        # with another head's.
         if not stream.split or not self.stands_alone:
             return []
         why = "hidden state of the head's token, from all sequence shards"

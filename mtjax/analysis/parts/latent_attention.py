@@ -101,7 +101,7 @@ class LatentAttention(Part):
         latents = {"latent": self.latent, "query_latent": self.query_latent}
         weights = self.norm.weights("attention", self.hidden)
         for name, sizes in latent_products(self.hidden, self.heads, **latents, **widths).items():
-            # The norm stands before the product that reads the latent, and has its inputs.
+            # A latent is normalized before the product that reads it, so that the norm has the product's inputs.
             if name.endswith("_up"):
                 weights.append(weight(f"attention.{name.removesuffix('_up')}_norm.scale", sizes.inputs))
             weights += linear(f"attention.{name}", *sizes, bias=False, rank=self.rank)

@@ -34,9 +34,9 @@ class ScanKernels(NamedTuple):
 
     forward: Sequence[EqualKernels]
     backward: Sequence[EqualKernels]
-    """With what it computes again: all but the projections, whatever the recompute."""
+    """With what it computes again: all but the projections, and only with full recompute what tokens read."""
     short: tuple[Sequence[MatmulOutputs], Sequence[MatmulOutputs]] = ((), ())
-    """Of both, matmuls that may have less than a wave of tiles."""
+    """Matmuls of each that may have less than a wave of tiles."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ SMALL_OF_PIECES = (8, 30)
 def _short(
     sizes: ScanSizes, tokens: float, blocks: int, *, full_recompute: bool
 ) -> tuple[list[MatmulOutputs], list[MatmulOutputs]]:
-    """Returns the matmuls of decays with a triangle, those of B with C, and the gradients of B and C, of scores and of
-    states, forward and backward; see `scan_kernels`."""
+    """Returns the matmuls of decays with a triangle and those of B with C, forward; and backward, with the gradients of
+    B and C, of scores and of states. Arguments are those of `scan_kernels`."""
     chunk, chunks = sizes.chunk, tokens / blocks / sizes.chunk
     decays = MatmulOutputs(chunk, chunks * sizes.pairs / chunk, 1, blocks)
     scores = MatmulOutputs(chunk, chunk, chunks * sizes.scores / chunk, blocks)

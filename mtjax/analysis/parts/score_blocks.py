@@ -15,7 +15,7 @@ def computed_share(scores: Scores, plan: Plan) -> float:
     if not plan.attention_in_blocks or plan.context_parallelism or not scores.is_causal:
         return 1.0
     spans = spans_of(scores.queries, block_queries(scores, plan))
-    # Of s spans the n-th reads the keys of n: s (s + 1) / 2 of s^2.
+    # The n-th of s spans reads the keys of n spans: s (s + 1) / 2 of s^2 in all.
     return (spans + 1) / (2 * spans)
 
 

@@ -230,7 +230,7 @@ def _with_own_adapter(
     saved: Mapping[str, float], count: int, rank: int, tokens: int, plan: Plan
 ) -> Mapping[str, float]:
     """Adds what a layer's own adapter saves, of so many products, to the bytes of a component."""
-    # 0: the model's own adapters have no dropout, whose inputs LoRA's would save.
+    # 0 is the dropout rate: the model's own adapters have no dropout, for which LoRA's save their inputs.
     own = adapter_saved_bytes(rank, count, 0, tokens, plan)
     return {**saved, **{name: size + saved.get(name, 0) for name, size in own.items()}}
 

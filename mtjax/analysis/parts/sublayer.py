@@ -38,7 +38,7 @@ def sublayer_collectives(stream: ResidualStream, name: str, *, learns: bool = Tr
       learns: whether it has trainable weights.
     """
     lines = _sublayer_collectives(stream, name, learns=learns)
-    # Of two parallel sublayers the second one's lines stand for the sum of both.
+    # The lines of the second of two parallel sublayers stand for the sum of both.
     once = {OUTPUT: stream.joins_output, INPUT_GRADIENT: stream.joins_input}
     return [line for of, line in lines if not once.get(of)]
 

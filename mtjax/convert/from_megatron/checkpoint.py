@@ -63,8 +63,8 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
         given.values[row.dest] = value
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is row.stores else str(value)
         given.typed[row.dest] = shortened(f"{row.names[0]} {shown}".strip(), 70)
-    # They would be reported as given by the user, and some contradict the arguments that they follow from (train_iters
-    # and train_samples).
+    # Arguments that Megatron has filled in were not given by the user, and some contradict those that they follow from
+    # (train_iters and train_samples).
     for dest in _following(arguments):
         given.values.pop(dest, None)
     world = arguments.get("world_size")

@@ -71,7 +71,7 @@ class Variables:
                 value = [*before, *(value if isinstance(value, list) else [value])]
             else:
                 value = [before, *value] if isinstance(value, list) else before + value
-        # Also of a string: the sum of the lengths of its characters.
+        # The length of a string, whose items are characters, or that of all words of an array.
         if sum(map(len, value)) > _LONGEST:
             raise UserError(f"the variable {name} is longer than {_LONGEST} characters")
         self.values[name] = value
@@ -124,7 +124,7 @@ class Variables:
             value = self.values.get(name)
             if not isinstance(value, str):
                 return unknown(name)
-            # In brackets: bash evaluates the value of a bare name, and inserts the text of `$NAME`.
+            # In brackets, as bash evaluates the value of a bare name first. `$NAME` was replaced by its text above.
             text = re.sub(rf"\b{name}\b", lambda _, value=value: f"({value})", text)
         if missing := unknown_in(text):
             return unknown(missing[0])

@@ -21,7 +21,7 @@ _TEXTS = frozenset(
         *("tokenizer_model", "vocab_file", "merge_file", "wandb_project", "wandb_entity"),
     }
 )
-"""Attributes of arguments that are text: Python would read the folder 2024_01_15 as the number 20240115."""
+"""Arguments whose values stay text: Python reads `2024_01_15`, which may name a folder, as the number 20240115."""
 _LARGEST = 2**24
 """Most bytes of a script."""
 
@@ -212,7 +212,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     at = next((i for i, word in enumerate(chosen.words) if word.endswith(".py")), None)
     first = next(i for i, word in enumerate(chosen.words) if word.partition("=")[0] in by_name())
     program = Path(chosen.words[at]).stem if at is not None else ""
-    # Not every script names a program (a file of arguments has none): gpt, then.
+    # Without the name of a program, as in a file of arguments, the family is gpt.
     given.family = _family(program, source)
     launcher = chosen.words[: first if at is None else at]
     given.gpus = _processes(launcher, script.variables.values, given)
@@ -250,8 +250,8 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: GivenArg
     for name in ("np", "n", "ntasks"):
         if name in found:
             return _product(given, found[name])
-    # Last, as these variables may be set and not used: NVIDIA's examples compute WORLD_SIZE but start torchrun with its
-    # factors.
+    # Last, as a script may set these variables and not use them: NVIDIA's examples compute WORLD_SIZE, but start
+    # torchrun with its factors.
     if isinstance(size := values.get("WORLD_SIZE"), str) and size.isdigit():
         return int(size)
     nodes = next((values[name] for name in ("NNODES", "NUM_NODES", "SLURM_NNODES") if name in values), None)

@@ -92,7 +92,7 @@ class _Lexer:
         while self._at < len(text):
             char = text[self._at]
             if char == "\n":
-                # Before the text of here-documents is skipped, which begins after this newline.
+                # The command ends here; the text of its here-documents begins after the newline.
                 yield ShellToken((), "\n", self._line)
                 self._at += 1
                 self._skip_heredocs()

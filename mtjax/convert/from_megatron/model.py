@@ -53,7 +53,7 @@ def translate_model(to: Translation) -> None:
       UserError: a required argument is missing.
     """
     given = to.given
-    # A BERT's or an old script may have the longest sequence alone.
+    # Scripts of BERT, and old ones, may have --max-position-embeddings without --seq-length.
     if given.values.get("seq_length") is None and given.values.get("max_position_embeddings") is not None:
         given.values["seq_length"] = given.values["max_position_embeddings"]
     letters = _letters(to)

@@ -15,7 +15,7 @@ CONTINUED = "runs/continued"
 
 def translate_output(to: Translation) -> None:
     """Adds checkpoint and logging settings to a translation, and what to run and to add on the command line."""
-    # Without it Megatron saves at the end of a run alone.
+    # Without it Megatron saves only at the end of a run.
     if not to.has("save_interval"):
         to.settings["checkpoint_every"] = 0
         to.implied.add("checkpoint_every")

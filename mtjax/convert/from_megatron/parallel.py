@@ -117,7 +117,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
     if mesh.has_pipeline and to.settings.get("recompute") == "full":
-        # mtjax saves the input of each layer of a stage, with no groups of layers: it is what uniform with 1 does.
+        # In a pipeline mtjax saves the input of every layer, which is the method uniform with 1 layer.
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
@@ -134,7 +134,7 @@ def _uneven(to: Translation, layers: int, stages: int, chunks: int) -> int:
     arguments = {**to.given.values, "virtual_pipeline_model_parallel_size": chunks}
     theirs = [[len(part) for part in row] for row in stage_layers(arguments, layers, to.given.source)]
     chunks, ours = len(theirs[0]), tuple(map(sum, theirs))
-    # Chunks of a stage are one stacked array in mtjax, which have equal numbers of layers.
+    # mtjax stacks the chunks of a stage in one array, so all of them have the same number of layers.
     if any(len(set(row)) > 1 or not row[0] for row in theirs):
         shares = balanced_layers(layers, stages, chunks)
         chunks = chunks if shares else 1

@@ -97,7 +97,7 @@ def _named(given: GivenArguments, found: dict[str, str]) -> Iterator[tuple[str, 
 def _section(heading: str, rows: Iterable[tuple[str, str]]) -> list[str]:
     """Formats arguments and reasons in two columns; returns no lines if there are no rows."""
     listed = list(rows)
-    # 44: a long argument does not push all reasons off the terminal.
+    # At most 44, so that one long argument does not push all reasons off the terminal.
     width = min(max((len(typed) for typed, why in listed if why), default=0), 44)
     lines = [f"  {typed:{width}}  {why}".rstrip() if why else f"  {typed}" for typed, why in listed]
     return [f"{heading}:", *lines] if lines else []

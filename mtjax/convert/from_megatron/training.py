@@ -81,7 +81,7 @@ def translate_precision(to: Translation) -> None:
     )
     # Megatron computes in float32 without either, mtjax in bfloat16: the type is always written.
     to.set(next((dest for dest in ("bf16", "fp16") if to.has(dest)), "bf16"), {"compute_dtype": dtype})
-    # Megatron's arguments have defaults that do not matter, and mtjax refuses a loss scale without float16.
+    # Without float16 these have Megatron's defaults, or change no result; mtjax refuses a loss scale then.
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)

@@ -30,9 +30,9 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     """
     to = Translation(given)
     _check_types(given)
-    # The order matters: the mesh needs the sizes of batches that `translate_plain` copies, the steps of learning rates
-    # need the global batch size, which may follow from the mesh, and each later function removes settings that earlier
-    # ones have copied.
+    # The order matters: the mesh needs the batch sizes that `translate_plain` copies; the steps of the learning rate
+    # schedule need the global batch size, which may follow from the mesh; and later functions remove settings that
+    # earlier ones have copied.
     translate_model(to)
     translate_plain(to)
     mesh = translate_mesh(to)

@@ -134,8 +134,8 @@ def _settings(parts: tuple[ConfigKeys, ...], defaults: Json, config: Json) -> di
         # The later part wins: a type repeats a shared part and then replaces what differs.
         settings |= part.read(values)
     if not settings.get("attention_window"):
-        # mtjax refuses a setting without effect.
-        settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
+        # It is of layers with a window, and mtjax refuses a setting without effect.
+        settings.pop("rope_local_theta", None)
     return settings
 
 

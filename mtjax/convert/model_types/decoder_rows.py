@@ -89,7 +89,7 @@ def outside_rows(names: ModuleNames) -> tuple[Row, ...]:
     return (
         row("embedding", f"{names.prefix}{names.embedding}.weight", "vocab embed"),
         *_positions(names),
-        # Rows of what a model lacks are not selected, so that types need not say what they don't have.
+        # `Table.select` leaves out rows of what a model lacks, so types need not say what they don't have.
         *norm("embedding_norm", names.prefix + names.embedding_norm),
         *norm("final_norm", names.prefix + names.final_norm),
         row("output", f"{names.output}.weight", "vocab embed"),
@@ -148,7 +148,7 @@ def rotation_order(names: ModuleNames, model: Model) -> Order:
         return None
     width = head_dim(model)
     rotated = int(width * model.rope_fraction + 1e-6)  # a fraction such as 0.29 of 100 is 28.999...
-    # Of mtjax's channel i, the file's: first the even ones, then the odd ones, then those that are not rotated.
+    # The file's channel for each of mtjax's: first the even ones, then the odd ones, then those that are not rotated.
     return "head_dim", (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width))
 
 
@@ -169,7 +169,7 @@ def _separate(names: ModuleNames, model: Model) -> tuple[Row, ...]:
         ) -> Tensor:
             return Tensor(f"{name}.{kind}", dims(f"{heads}*head_dim{inputs}"), part, order=order)
 
-        # Values are not rotated: no order.
+        # Values are not rotated, so their order is None.
         of_all = (tensor(query, "heads", ("qkv", 0)), tensor(key, "heads", ("qkv", 1)))
         rows += [
             Row(f"{ours}.{kind}", (*of_all, tensor(value, "heads", ("qkv", 2), None))),

@@ -1,4 +1,4 @@
-"""Description of a type of transformers, from which configs are read, written and checked."""
+"""Description of a model type of transformers, from which configs are read, written and checked."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu_exact",
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
-    # As the two above the tanh approximation, with another rounding.
+    # Like the two above, the tanh approximation; only its rounding differs.
     "gelu_fast": "gelu",
     "relu": "relu",
 }
@@ -116,7 +116,7 @@ class ModelType:
           UserError: values are not supported (lists all of them).
         """
         known = {*self.keys, *self.more_keys, *self.only, *(each.theirs for each in self.fields), "architectures"}
-        # All that is wrong is collected before the first error: a config.json is edited by hand, once.
+        # One error lists all that is wrong, so that a user edits the config.json only once.
         wrong = of_another_kind(config, known, self.aliases, self.kinds)
         config, contradictions = self.renamed(config)
         # A value of another kind would be reported again as one that is not supported.
@@ -138,7 +138,7 @@ class ModelType:
         with naming(source):
             try:
                 return simple | read(config)
-            # What `read` expects is written nowhere else: the key is found by trying.
+            # Only `read` itself knows which values it expects, so the key is found by trying.
             except MISREAD as e:
                 if (key := culprit(config, read, e)) is None:
                     raise
@@ -197,7 +197,7 @@ class ModelType:
             settings = self.model_settings(self.config_json(model), frozenset(), self.model_type)
         except UserError as e:  # such as an activation that the type lacks
             return [str(e)]
-        # A round trip, and no list of what each type supports, which would have to be kept true for every type.
+        # A round trip instead of a list of what each type supports, which would have to be kept true.
         back = replace(Config(), **settings).model
         # Only padding; determined by the names of tensors; given by the biases of attention and the MLP.
         ignored = ("vocab_multiple", "sentence_order", "bias")

@@ -104,7 +104,7 @@ def scaled(
 
     def back(value: float | None) -> float | None:
         found = None if value is None else inverse(read, value, write(value))
-        # An integer where transformers has one: 8.0 would not be its default 8.
+        # An integer where transformers has one: JSON's 8.0 is read as a float.
         return kind(found) if found is not None and found == int(found) else found
 
     return ConfigKeys(
@@ -141,7 +141,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
     The part raises a `UserError` when reading an activation that mtjax does not have.
     """
     names = GATES if gate else ACTIVATIONS
-    # Of several names of an activation: they differ in rounding.
+    # The usual name comes first: an activation may have several, which differ in rounding.
     ordered = sorted(names, key=lambda name: name != usual)
 
     def read(values: Json) -> Settings:
@@ -225,7 +225,7 @@ def windows(
 
     def read(values: Json) -> Settings:
         letters = sliding(values, rule)
-        # A window that no layer has: without it, models that compute the same compare as equal.
+        # A window that no layer has is dropped, so that models that compute the same compare as equal.
         if "S" not in letters:
             return {"attention_window": None}
         return {"attention_window": values["sliding_window"], "window_layers": shortest(letters)}

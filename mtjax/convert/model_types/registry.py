@@ -68,7 +68,7 @@ def family_of_model(model: Model, original: str | None = None) -> ModelType:
         )
     if original is not None and original in MODEL_TYPES and not MODEL_TYPES[original].misfits(model):
         return MODEL_TYPES[original]
-    # Only now: a round trip through every type takes longer than through one.
+    # After the original type, whose one round trip is faster than those through every type.
     misfits = {name: family.misfits(model) for name, family in MODEL_TYPES.items()}
     # The first of several: see the order of MODEL_TYPES.
     name = min(misfits, key=lambda name: len(misfits[name]))

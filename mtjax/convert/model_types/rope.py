@@ -58,9 +58,9 @@ def rope(*more: str, fraction: str = "", theta: str = THETA) -> ConfigKeys:
 
     def read(values: Json) -> Settings:
         rope = rope_object(values)
-        # Inside the object it wins, as in transformers 5, which adds the outer key only where the object lacks it.
+        # The key inside the object wins, as in transformers 5, which copies the outer one only if it is missing there.
         share = float(rope.get(FRACTION, values.get(fraction or FRACTION, 1.0)))
-        # Of a type whose code in transformers does not read it, or rotates the whole head whatever it says.
+        # The code of such a type in transformers rotates the whole head, whatever the key says.
         if not fraction and share != 1:
             raise UserError(f"{FRACTION} is {share:g}, but this type rotates all of a head")
         return read_rope(values, rope, values[theta], more) | ({"rope_fraction": share} if fraction else {})
@@ -123,7 +123,7 @@ def _read_scaling(values: Json, rope: Json, kind: str) -> dict[str, Any]:
     if kind == "dynamic":
         return {"rope_factor": rope["factor"], "rope_original_length": length}
     whole = {key: value for key, value in rope.items() if value is not None}
-    # Phi-3 has it beside the object.
+    # Phi-3 has this key beside the object.
     original = values.get(ORIGINAL) or whole.get(ORIGINAL) or length
     whole[ORIGINAL] = original
     if kind in ("yarn", "longrope"):
@@ -134,12 +134,12 @@ def _read_scaling(values: Json, rope: Json, kind: str) -> dict[str, Any]:
             whole[key] = tuple(map(float, whole[key]))
     optional = [name for name in OPTIONAL.get(kind, ()) if FACTORS[name] in whole]
     found = {name: whole[FACTORS[name]] for name in (*REQUIRED[kind], *optional)}
-    # DeepSeek's two numbers, which transformers divides by each other unless the factor is given.
+    # DeepSeek's two weights: without the factor, transformers takes the quotient of YaRN's scales with each.
     if kind == "yarn" and "rope_attention_factor" not in found and whole.get("mscale") and whole.get("mscale_all_dim"):
         found["rope_attention_factor"] = yarn_scale(whole["factor"], whole["mscale"]) / yarn_scale(
             whole["factor"], whole["mscale_all_dim"]
         )
-    # transformers computes the factor by a logarithm, and takes 1 for lengths that are not extended.
+    # transformers computes the factor of attention by a logarithm, and takes 1 if the length is not extended.
     if kind == "longrope" and found["rope_factor"] <= 1:
         found.setdefault("rope_attention_factor", 1.0)
     return found
@@ -182,7 +182,7 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, thet
         local = read_rope(values, nested[SLIDING], values.get(local_key, default) if local_key else default)
         if local == full:
             return full
-        # mtjax has a base of their own for layers with a window, and no scaling of their own.
+        # In mtjax, layers with a window may have another base, but not another scaling.
         if local["rope_scaling"] != "none":
             raise UserError("layers with a window have another scaling of RoPE than those without")
         return full | {"rope_local_theta": local["rope_theta"]}

@@ -111,7 +111,7 @@ def _reaches(increment: int, samples: int, increments: int) -> int:
         # In floating point, as Megatron divides: both change the size at the same sample.
         return increments if consumed > samples else int(consumed / (samples / increments))
 
-    # Exact, and so beside the result where the division rounds.
+    # In integers: where `passed` rounds, the result is a few samples away.
     guess = samples * increment // increments
     while passed(guess) >= increment:
         guess -= 1

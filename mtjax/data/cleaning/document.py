@@ -24,7 +24,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import require
 
 EXCERPT = 80
-# Not that of `documents`, which reads long integers as 0: other keys are copied to the output.
+# Unlike the decoder of `documents`, it does not read long integers as 0: they are copied to the output.
 _DECODER = json.JSONDecoder()
 
 
@@ -106,14 +106,13 @@ class Cleaner:
                 errors.append((line, document.message))
                 continue
             row, original = document
-            # Before the repair: an id decides, whatever the text. str, as ids in a list of lines are text, and in JSON
-            # may be numbers.
+            # Before the repair: an id decides, whatever the text. Lists have ids as text, JSON may have numbers.
             if str(value_at(row, options.id_key)[0]) in options.removed_ids:
                 drops.append(Drop(line, "on a removal list", original[:EXCERPT]))
                 continue
             text = self._fix(original)
             try:
-                # Behind the repair, which may put halves of surrogate pairs together.
+                # After the repair, which may join the halves of a surrogate pair.
                 check_characters(text, options.key)
             except ValueError as e:
                 errors.append((line, str(e)))
@@ -121,13 +120,13 @@ class Cleaner:
             repaired += text != original
             # Other keys stay as they are: a cleaned corpus keeps its metadata.
             kept.append((line, with_value(row, options.key, text), text))
-        # All texts of a chunk at once, over which a tokenizer runs faster.
+        # All texts of a chunk at once: a tokenizer encodes a batch faster.
         counts = self._count([text for _, _, text in kept])
         long = [document for document, n in zip(kept, counts, strict=True) if n >= options.min_tokens]
         for (line, _, text), n in zip(kept, counts, strict=True):
             if n < options.min_tokens:
                 drops.append(Drop(line, f"shorter than {options.min_tokens} tokens", text[:EXCERPT]))
-        # Those on removal lists were dropped before the short ones of earlier lines.
+        # Documents on removal lists come before short ones of earlier lines.
         drops.sort(key=lambda drop: drop.line)
         rows = [_line(row) for _, row, _ in long]
         lines = np.array([line for line, _, _ in long], np.int64)

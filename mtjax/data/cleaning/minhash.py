@@ -28,7 +28,7 @@ class Shingles:
 
         Empty for a text without words.
         """
-        # Of the words' hashes, which are remembered, and not of the text of each n-gram.
+        # Computed from the words' hashes, which are remembered, not from the text of each n-gram.
         words = np.array([self._hash(word) for word in WORD.findall(text.lower())], np.uint64)
         if len(words) == 0:
             return words
@@ -43,7 +43,7 @@ class Shingles:
     def _hash(self, word: str) -> int:
         value = self._known.get(word)
         if value is None:
-            # Words of a web corpus never end (numbers, URLs): the memory must.
+            # A web corpus has new words without end (numbers, URLs); the memory for them is bounded.
             if len(self._known) > 1_000_000:
                 self._known.clear()
             # Not Python's hash, which differs between processes: signatures of all workers are compared.

@@ -17,7 +17,8 @@ ROWS = 5
 BANDS = PERMUTATIONS // ROWS
 DOCUMENTS_AT_A_TIME = 1 << 16
 PAIRS_AT_A_TIME = 1 << 15
-# In a bucket, documents are compared with its first ones: that bounds the work which a much repeated text causes.
+# Documents of a bucket are compared with this many of its first ones, which bounds the work that a text with many
+# copies causes.
 COMPARED_WITH = 32
 
 
@@ -107,7 +108,7 @@ def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
     """Drops, in order of the corpus, documents similar to a retained one; dropped ones are not compared with."""
-    # By the later document: when it is decided on, all earlier ones have been.
+    # Sorted by the later document: when it is decided on, all earlier ones have been.
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):

@@ -84,7 +84,7 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     Raises:
       UserError: a file can't be read, or a document can't be used.
     """
-    # First: a test set that can't be read must not be found out after hours.
+    # First, so that a test set that can't be read is reported now, not after hours.
     tests = [grams_of(path, _texts_of(path, job)) for path in expand(job.overlap_with)]
     seen = _Seen(folder)
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
@@ -121,7 +121,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
         progress = stack.enter_context(BytesProgress("cleaning", sum(total_bytes(p) for p in job.paths)))
         before = np.cumsum([0, *(total_bytes(path) for path in job.paths)])
         results = map_in_order(cleaner, chunks(job.paths, None, fields), job.workers)
-        # Ends the worker processes also where a line ends the run.
+        # Ends the worker processes, even if a bad document ends the run.
         stack.callback(results.close)
         text_bytes = 0
         for chunk, result in results:

@@ -117,7 +117,7 @@ def _clean_into_place(job: CleanJob) -> dict[str, Any]:
     # Beside the output, so that the last step is a rename within one file system.
     folder = job.output.with_name(f".{job.output.name}.{os.getpid()}.cleaning")
     try:
-        # Before hours of work, which would end at a folder that can't be written.
+        # Fails now if the folder can't be written, not after hours of work.
         job.output.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as e:

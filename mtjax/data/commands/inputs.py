@@ -49,9 +49,9 @@ def input_files(values: Sequence[str]) -> list[str]:
     """
     files: list[str] = []
     for value in values:
+        # The value as it was typed is tried first: a path may have commas.
         try:
             files += expand([value])
-        # As it is typed first: a path may have commas.
         except UserError:
             pieces = [piece for word in split_words(value) for piece in word.pieces]
             if pieces == [value]:

@@ -40,7 +40,7 @@ def run_on_ray(options: Options) -> None:
     if options.part is not None:
         raise UserError("--part and --ray exclude each other: --ray runs all parts")
     paths = input_files(options.input)
-    # Of the text alone, not of the cluster: the same command continues with the parts that are complete.
+    # The number depends on the text alone, so the same command continues with the complete parts on any cluster.
     of = options.parts or _default_parts(paths)
     options = replace(
         options,

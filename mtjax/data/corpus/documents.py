@@ -251,12 +251,12 @@ def check_layout(path: str, head: bytes) -> None:
     text = head.decode("utf-8-sig", errors="replace").lstrip()
     first, _, more = text.partition("\n")
     is_line = _is_json(first)
-    # A list on the first line with more lines behind it is a row that is refused on its own, by its line.
+    # A list on the first line, with more lines after it, is one bad row, which is reported with its line.
     if text.startswith("[") and not (is_line and more.strip()):
         raise UserError(
             f"{path} is a JSON array, and must have one object per line: convert it with jq -c '.[]' FILE > NEW.jsonl"
         )
-    # A first line that is merely broken is reported by its number instead.
+    # A first line that is merely broken is reported with its line, too.
     if text.startswith("{") and not is_line and (_first_object_end(text) > len(first) or first.strip() == "{"):
         raise UserError(
             f"{path} has pretty-printed JSON, and must have one object per line: convert it with "

@@ -87,7 +87,7 @@ class IndexedDataset:
         self._tokens = _map(tokens)
         check_index(path, self.dtype, self.lengths, self.offsets, self.documents, tokens, len(self._tokens))
         self.meta = read_meta(self.prefix)
-        # Of the index alone, which is small; the tokens are compared by `mtjax data verify`.
+        # Only the index is compared, which is small; `mtjax data verify` compares the tokens.
         if self.meta is not None and self.meta.idx_crc32 != zlib.crc32(index):
             raise UserError(
                 f"{path} is corrupted: its checksum is not the one in {meta_path(self.prefix)} (delete that file if "

@@ -72,7 +72,7 @@ def check_same_maker(corpora: Sequence[tuple[str | Path, Meta]]) -> str | None:
     """
     doubt = None
     (first, one), *others = corpora
-    # Not of a lone corpus, for which a tokenizer would be opened for nothing.
+    # A lone corpus has nothing to be compared with: its tokenizer need not be opened.
     digest = digest_in(one) if others else None
     for prefix, other in others:
         digests = (digest, digest_in(other))
@@ -108,7 +108,7 @@ def _recorded_tokenizer(meta: Meta) -> Tokenizer | None:
     if meta.tokenizer is None or not path_of(meta.tokenizer).exists():
         return None
     tokenizer = open_tokenizer(meta.tokenizer)
-    # Of another size, the file was replaced since: it can't tell what made the corpus.
+    # A tokenizer of another size has replaced the one that made the corpus.
     return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
 
 

@@ -46,8 +46,8 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
                     crc = 0
                     for piece in _pieces(dataset):
                         writer.add(*piece)
-                        # On the way, as all tokens are read anyway: a damaged input must not become an output with a
-                        # valid checksum.
+                        # All tokens are read anyway, so they are checked: a damaged input must not become an output
+                        # with a valid checksum.
                         crc = zlib.crc32(piece[0].data, crc)
                         done += piece[0].nbytes
                         progress.update(done, done)

@@ -74,7 +74,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
 
 def write_meta(path: Path, meta: Meta) -> None:
     """Writes the facts about a dataset to `path`."""
-    # Most datasets are no parts: the key would be one more that earlier versions refuse.
+    # Earlier versions refuse the key, which most datasets don't need.
     facts = {name: value for name, value in asdict(meta).items() if name != "part" or value is not None}
     path.write_text(json.dumps(facts, indent=1) + "\n")
 

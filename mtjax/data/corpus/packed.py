@@ -68,7 +68,7 @@ def _zstd() -> Any:
 COMPRESSIONS = (
     Compression("gzip", lambda head: head.startswith(b"\x1f\x8b"), lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)),
     Compression("zstd", lambda head: head[:4] in ZSTD_MAGIC, _zstd),
-    # `BZh` alone may begin a text: a block's or the end's magic number follows the level.
+    # A text may begin with `BZh`, too. In bzip2 a level and the magic number of a block, or of the end, follow.
     Compression("bz2", lambda head: head[:3] == b"BZh" and head[4:6] in (b"1A", b"\x17r"), bz2.BZ2Decompressor),
     Compression("xz", lambda head: head.startswith(b"\xfd7zXZ\x00"), lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
 )

@@ -87,7 +87,7 @@ def preprocess(job: PreprocessingJob) -> ProcessedCounts:
             try:
                 _encode_into(job, state, record)
             except BaseException:
-                # Without a record of this run what it left can't be continued.
+                # Without a record, the files that this run has left can't be continued.
                 if record.read() is None:
                     record.remove()
                 raise

@@ -156,7 +156,7 @@ def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Ite
             offset, line, held, size, faults = documents.offset, documents.line, [], 0, {}
 
             def chunk() -> DocumentChunk:
-                # Of the file as it is stored, whose size is known: what is in it, is not.
+                # Bytes of the file as it is stored: the size of its uncompressed content is not known.
                 read = min(file.raw.tell(), total_bytes(path) or file.raw.tell()) - span.begin
                 shape = (documents.is_json, max(read, 0), documents.unit, faults or None, documents.lines_from)
                 return DocumentChunk(path, start.file, offset, offset + size, line, held, *shape)
@@ -166,7 +166,8 @@ def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Ite
                     faults[len(held)] = fault
                 held.append(document)
                 size += len(document)
-                # At the first document that reaches it, whatever is read at a time: chunks depend on the text alone.
+                # Chunks end with the document that reaches the size, so they depend on the text alone, not on how it is
+                # read.
                 if size >= CHUNK_BYTES:
                     yield chunk()
                     line += sum(d.count(b"\n") for d in held)

@@ -36,7 +36,7 @@ def parse_sources(text: str) -> list[Source]:
         return [Source("the default corpus", (), None)]
     # What exists as it was typed is one path, spaces and commas included.
     words = [Word((text,))] if Path(text).expanduser().exists() or is_indexed(text) else split_words(text)
-    # A file whose name is a number needs a folder in front: ./0.3.
+    # Numbers are weights: a file whose name is a number is typed with its folder, ./0.3.
     numbers = [_number(word) for word in words]
     if all(n is None for n in numbers):
         return [_source(word, None) for word in words]

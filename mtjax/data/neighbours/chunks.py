@@ -48,7 +48,7 @@ class ChunkDatabase:
 
     def numbers(self, corpus: IndexedDataset, sequences: np.ndarray) -> np.ndarray:
         """Returns int64[sequences], the numbers of a corpus' sequences as documents; none if it isn't in here."""
-        # By content, not by path: the same corpus may be named in two ways. Once for each path, as it reads from all
+        # By content, not by path: the same corpus may have two paths. Remembered by path, as `content` reads from all
         # over the file.
         if corpus.prefix not in self._numbers:
             contents = [other.content() for other in self.corpora]

@@ -106,7 +106,7 @@ def check_settings(path: Path, made: SampleSettings, run: SampleSettings) -> Non
     Raises:
       UserError: names the setting that differs, with both values.
     """
-    # Settings that a user can type come first: they explain all that differs behind them.
+    # Settings that a user can type come first, as the differences that follow come from them.
     simple = [f.name for f in fields(SampleSettings) if f.name not in ("texts", "order", "tokenizer", "requested")]
     for name in simple:
         theirs, ours = getattr(made, name), getattr(run, name)

@@ -188,8 +188,8 @@ def digest_of_neighbours(prefix: str | Path, split: str, samples: int | None = N
       UserError: a file is missing or damaged.
     """
     header = read_header(header_path(prefix, split))
-    # Of the first ones only: a run that is continued for longer has neighbours of more samples, and those that it has
-    # read must be the same.
+    # Only the first samples: a run that is continued for longer has neighbours of more, and only those that it has read
+    # must be the same.
     sums = open_array(sums_path(prefix, split), (header.samples, 2), ("<u4",))[:samples]
     return len(sums), hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16).hexdigest()
 

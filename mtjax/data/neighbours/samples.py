@@ -48,7 +48,7 @@ def training_text(opener: SplitOpener) -> DatabaseText:
     found: dict[str, tuple[IndexedDataset, tuple[int, int], TrainingText]] = {}
     for source in opener.sources:
         corpus, text = opener.corpus(source), opener.describe(source)
-        # The same chunks twice in a database would take two places among the neighbours.
+        # A corpus that is named twice is searched once: its chunks would take two places each among the neighbours.
         found.setdefault(corpus.content(), (corpus, (text.first, text.first + text.documents), text))
     corpora, bounds, texts = zip(*found.values(), strict=True)
     return DatabaseText(list(corpora), list(bounds), list(texts))

@@ -59,7 +59,7 @@ class TrainingText:
     def is_same(self, other: "TrainingText") -> bool:
         """Returns whether both have the same samples; the name, say a path, may differ."""
         ours, theirs = asdict(self), asdict(other)
-        # Weight, first document and their number count: each of them moves samples.
+        # All but the name: the weight and the range of documents decide the samples, too.
         return ours | {"name": ""} == theirs | {"name": ""}
 
 

@@ -53,7 +53,7 @@ def cut_runs(
     start, stop = starts[usable], stops[usable]
     rounds = []
     while len(start):
-        # Drawn round by round, not document by document: the numbers are other than Megatron's, and the distribution is
+        # Drawn round by round, not document by document: the lengths differ from Megatron's, but their distribution is
         # the same.
         target = _targets(len(start), options, random)
         # The first sentence end at which the run has both its tokens and its sentences.
@@ -65,7 +65,7 @@ def cut_runs(
         left = cut < stop
         start, stop = cut[left], stop[left]
     runs = np.concatenate(rounds) if rounds else np.empty((0, 3), np.int64)
-    # In the order of the text, before they are shuffled: the result does not depend on the rounds.
+    # In the order of the text, not of the rounds.
     return runs[np.argsort(runs[:, 0], kind="stable")]
 
 

@@ -56,6 +56,6 @@ def tokenizer_of_run(names: Collection[str], folder: Path) -> str | None:
     """Returns the same for a run's folder, into which mtjax has saved the tokenizer that was trained with."""
     if TOKENIZER_JSON in names:
         return str(folder / TOKENIZER_JSON)
-    # Alone, it was read by SentencePiece. Settings beside it came with the file or the weights, for chat templates and
-    # exports: `tokenizer_of` would make another tokenizer of both.
+    # A `tokenizer.model` without a tokenizer.json was read by SentencePiece. Settings beside it came with the file or
+    # the weights, for chat templates and exports; `tokenizer_of` would make another tokenizer of the two.
     return f"sentencepiece:{folder / SENTENCEPIECE_FILE}" if SENTENCEPIECE_FILE in names else None

@@ -144,11 +144,11 @@ class PretrainedSettings:
 
     def _read_tokens(self) -> None:
         values = self.values
-        # From here on in the order of `_from_pretrained` in transformers' tokenization_utils_base.py: a later step
-        # overrides what an earlier one has read.
+        # The steps are in the order of `_from_pretrained` in transformers' tokenization_utils_base.py: later ones
+        # override what earlier ones have read.
         if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
             values["extra_special_tokens"] = values.pop("additional_special_tokens")
-        # Before objects become tokens: transformers takes only strings for names of their own here.
+        # transformers takes only strings for tokens with names of their own; objects are converted below.
         named = [k for k, v in values.items() if k not in ATTRIBUTES and k.endswith("_token") and isinstance(v, str)]
         self.named = {name: values.pop(name) for name in named}
         self._name_extra()
@@ -275,7 +275,7 @@ def special_names(settings: Mapping[str, Any], legacy: Mapping[str, Any]) -> dic
       settings: of tokenizer_config.json.
       legacy: of special_tokens_map.json, which older folders have; the settings of newer ones hold all tokens.
     """
-    # As `_read_older_files`: the older file counts only beside settings without all tokens.
+    # As in `_read_older_files`, the older file counts only if the settings lack the list of all tokens.
     known = dict(settings) if "added_tokens_decoder" in settings else {**settings, **legacy}
     more = known.get("extra_special_tokens")
     named = {name: value for name, value in known.items() if name.endswith("_token")}

@@ -134,7 +134,7 @@ def _qwen2(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     extra = settings.extra()
     _add_tokens(tokenizer, settings.added, special, extra)
     _add_ends(tokenizer, settings, special)
-    # As the last line of transformers' Qwen2Tokenizer: tokens that were added with other flags become special.
+    # Like the last line of transformers' Qwen2Tokenizer, this makes tokens special that were added with other flags.
     tokenizer.add_tokens([AddedToken(str(token), special=True) for token in (*special.values(), *extra)])
     return tokenizer, special
 
@@ -190,8 +190,8 @@ def _add_tokens(
     tokenizer: Tokenizer, added: Mapping[int, AddedToken], special: Mapping[str, Token], extra: list[Token]
 ) -> None:
     """Adds tokens in transformers' order, on which the ids of those depend that the vocabulary does not have."""
-    # By id, as in the constructor of transformers' TokenizersBackend: those that the vocabulary lacks get the next free
-    # ids in this order.
+    # Sorted by id, as in the constructor of transformers' TokenizersBackend: tokens that the vocabulary lacks get the
+    # next free ids in this order.
     tokens: list[Token] = [token for _, token in sorted(added.items())]
     known = {str(token) for token in tokens}
     for token in (*special.values(), *extra):

@@ -132,7 +132,7 @@ class SentencePieceModel:
             fuse_unk=True,
             byte_fallback=trained.byte_fallback,
             dropout=None,
-            # Words that are pieces, such as defined ones, are then taken as they are.
+            # A word that is a piece itself, such as a defined one, is then not merged from its characters.
             ignore_merges=has_defined,
         )
 

@@ -7,7 +7,7 @@ REFUSED_ELSEWHERE = frozenset({"head_bias", "pooler_activation"})
 
 BERT = Family(
     kind="encoder",
-    # Megatron-LM's BERT differs from its GPT in the order of attention and in the heads only.
+    # Megatron-LM's BERT has the layers of its GPT: only attention, which is not causal, and the heads differ.
     defaults=GPT.defaults,
     choices={"position": ("learned", "rope"), "norm_placement": ("pre", "post")},
     own=frozenset(

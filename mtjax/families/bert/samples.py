@@ -84,7 +84,7 @@ class BertDataset(SentenceRuns):
         """
         text, lengths, target, random = self.run(index)
         if not self.options.sentence_order:
-            # By the rule of pairs, which cuts at both ends: the draws are Megatron's.
+            # Megatron cuts a single run by the rule of pairs, too, which draws from which end tokens are cut.
             text, _ = truncate_pair(text, text[:0], target, random)
             tokens = np.concatenate([[self.cls], text, [self.sep]]).astype(np.int32)
             return self._padded(*self._masked(tokens, random), np.zeros(len(tokens), np.int32))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 DECODER = frozenset(
     {
-        # By the component that reads them.
+        # Grouped by the component that reads them.
         *("embedding_scale", "embedding_size", "embedding_norm"),
         *("first_attention_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),

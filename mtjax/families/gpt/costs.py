@@ -53,7 +53,7 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
         is_tied, bias = model.tie_embeddings, model.output_bias
         head: Part = OutputProjection(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
     else:
-        # Of the last token alone, which has read all others.
+        # The head reads the last token alone, which has attended to all others.
         head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
     # What follows a lookup reads it in the backward pass: a norm, or a product with the embedding's width.
     read_again = bool(projected) or model.embedding_norm
@@ -128,7 +128,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
-        # Side by side with Mamba-2, attention reads the norm of that.
+        # Side by side with Mamba-2, attention reads the output of that mixer's norm.
         norm=Norms.of(model, is_first=kind != SIDE_BY_SIDE, kind=kind),
         biases=attention_biases(model),
         is_causal=is_causal,

@@ -95,7 +95,14 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Computes the final hidden states, as the output table reads them; arguments besides tokens as in a batch."""
+        """Computes the final hidden states, as the output table reads them.
+
+        Args:
+          tokens: ids.
+          position_ids: of each token in its document; 0, 1, ... when None.
+          segment_ids: when given, tokens attend within their segment only.
+          keys: one dropout key per sample; None turns dropout off.
+        """
         batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
         return self.final_hidden(run_sections(self, batch, keys)[0].x)
 
@@ -216,7 +223,7 @@ class GPT(Decoder, WithVocabulary):
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the arrays of next-token prediction."""
-        # Positions and segments where the data resets them at document ends; a padding mask for packed chats.
+        # With positions and segments if the data resets them at document ends, with a padding mask for packed chats.
         names = {"tokens": jnp.int32, "labels": jnp.int32, "loss_mask": jnp.float32}
         names |= {"position_ids": jnp.int32} if config.data.reset_position_ids else {}
         names |= {"segment_ids": jnp.int32} if config.data.reset_attention_mask else {}

@@ -34,8 +34,8 @@ class PredictingGPT(GPT):
         self.predictor_recompute = in_chunk(recompute) if num_shards("layers") > 1 else recompute
         self.num_predictors = model.mtp_num_layers
         for number in range(1, self.num_predictors + 1):
-            # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...
-            # As in DeepSeek-V3, they are like the last layers: in a model with experts they have experts.
+            # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ... As in DeepSeek-V3, predictors are
+            # layers of the last kind: in a model with experts they have experts.
             kind, predictor_key = stacks_of(model)[-1].kind, jax.random.fold_in(key, 2)
             predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
             setattr(self, f"{PREFIX}{number}", predictor)

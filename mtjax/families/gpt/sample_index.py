@@ -65,7 +65,7 @@ def plan_epochs(
     samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else full
     if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
-    # Of all passes but the last, as Megatron counts: a sample that goes on into the last pass belongs to that.
+    # Samples of all passes but the last, as Megatron counts: one that goes on into the last pass belongs to that pass.
     first = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
     per_epoch = (tokens_per_epoch - extra) // sequence_length
     separate = num_samples - first < int(SEPARATE_BELOW * per_epoch)

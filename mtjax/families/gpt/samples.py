@@ -94,8 +94,8 @@ class GPTDataset:
         def build(folder: Path | None) -> dict[str, np.ndarray]:
             passed = plan.epochs * (bounds[1] - bounds[0])
             what = f"the order of {plan.samples:,} samples in {plan.epochs:,} passes over the text"
-            # Bytes in memory and on disk: documents are int32 and their running sums int64, samples pairs of int32 and
-            # an order of uint32.
+            # Bytes in memory, then on disk. On disk a document is an int32, a sample a pair of int32 and its place in
+            # the order, a uint32; memory also has the running sums of lengths, int64, and copies for shuffling.
             check_room(cache, 20 * passed + 8 * plan.samples, 4 * passed + 12 * plan.samples, what)
             documents = document_index(*bounds, plan, random)
             out = folder / "sample_index.npy" if folder else None

@@ -120,7 +120,7 @@ def check_hybrid_run(config: "Config") -> None:
 
 HYBRID_FAMILY = Family(
     kind="decoder",
-    # Those of Nemotron-H: recurrent layers know the order of tokens without positions.
+    # The defaults are those of Nemotron-H: recurrent layers know the order of tokens without positions.
     defaults={**LLAMA.defaults, "position": "none", "activation": "relu2"},
     choices={"position": ("none", "rope"), "norm_placement": ("pre",)},
     own=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,

@@ -41,7 +41,7 @@ def hybrid(model: Model) -> Anatomy:
     idle = _layers_below_adapters(model, {stack.letter for stack in stacks if not _learns(model, stack)})
     stacks = (replace(stack, idle=sum(number < idle for number in stack.layer_numbers)) for stack in stacks)
     anatomy = decoder(model, tuple(stacks))
-    # Counted once each, however many layers read them; the embeddings that all of them read, with the first.
+    # Each shared block is counted once, however many layers read it; the embeddings that all read, with the first.
     own = (Block(f"block_{n + 1}", blocks, keeps_embeddings=n == 0) for n in range(num_blocks(model)) if blocks)
     return replace(anatomy, embed=(*anatomy.embed, *own))
 

@@ -43,7 +43,7 @@ def retro(model: Model) -> Anatomy:
         Lookup(table.rows, hidden, side=f"{ENCODER_FIRST}_", owns_table=False, has_neighbour=True),
     )
     first = FirstNorm("first_norm", norm_vectors(model), hidden, model.sequence_length, read)
-    # The weights are there, and nothing runs them: a checkpoint keeps them.
+    # A model that does not read neighbours keeps the weights in its checkpoint, and does not run them.
     if not model.retro_reads:
         return Anatomy(model, embed=(table, *positions, Unread(first)), stacks=stacks, head=head)
     embed = (*lookups, *positions, NeighbourPositions(neighbour_length(model), hidden), first)

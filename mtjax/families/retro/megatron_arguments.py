@@ -28,7 +28,7 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
     encoded = _numbers(tensors, rf"decoder\.layers\.\d+\.{CROSS}\.encoder\.layers\.(\d+)\.")
     reading = _numbers(tensors, rf"decoder\.layers\.(\d+)\.{CROSS}\.attn\.")
     first = reading[0]
-    # A single layer reads: any step that ends behind the last one.
+    # If a single layer reads neighbours, any step beyond the last layer will do.
     every = reading[1] - first if reading[1:] else int(arguments["num_layers"])
     if reading != list(range(first, int(arguments["num_layers"]), every)):
         raise UserError(f"layers {', '.join(str(n + 1) for n in reading)} read neighbours, which are not every so many")

@@ -30,7 +30,7 @@ T5 = Family(
     kind="encoder-decoder",
     defaults={
         "norm": "rmsnorm",
-        # Defaults are those of Google's T5, not Megatron-LM's.
+        # From here on the defaults are those of Google's T5, not of Megatron-LM's.
         "norm_epsilon": 1e-6,
         "position": "relative",
         "activation": "relu",

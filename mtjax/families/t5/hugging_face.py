@@ -85,11 +85,12 @@ MORE_KEYS = (
 
 def is_scaled(config: Json, model_type: str) -> bool:
     """Returns whether the decoder's outputs are multiplied by d_model^-0.5 before the output table."""
-    # Of mT5, only those are scaled that are tied and that version 4 wrote.
+    # Of mT5, only models that transformers 4 wrote as tied are scaled.
     if model_type == "mt5":
         is_of_4 = str(config.get("transformers_version", "")).startswith("4.")
         return is_of_4 and config.get("tie_word_embeddings") is True
-    # transformers 5 writes the first key, and the second true whatever is tied; before, there was the second alone.
+    # transformers 5 writes scale_decoder_outputs, and tie_word_embeddings true whatever is tied. Before, outputs were
+    # scaled unless tie_word_embeddings was false.
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
@@ -104,7 +105,7 @@ def is_tied(config: Json, model_type: str, names: frozenset[str]) -> bool:
     Raises:
       UserError: the config.json says that they are not tied, and there is no output table.
     """
-    # Even where the files have two tables, which must then be equal.
+    # If outputs are scaled, the tables are tied, even if the files have two, which must then be equal.
     if is_scaled(config, model_type):
         return True
     says_untied = config.get("tie_word_embeddings") is False
@@ -113,7 +114,7 @@ def is_tied(config: Json, model_type: str, names: frozenset[str]) -> bool:
             f"tie_word_embeddings of this {model_type} is false, but there is no lm_head.weight: save the model with "
             "its output, or set tie_word_embeddings true and scale_decoder_outputs false if it is the embedding"
         )
-    # transformers 5 ties them if the files have one table.
+    # Otherwise transformers 5 ties the two if the files have only one table.
     return not says_untied and "lm_head.weight" not in names
 
 

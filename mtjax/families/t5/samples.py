@@ -109,7 +109,7 @@ class T5Dataset(SentenceRuns):
         self.options, self.ids = options, t5_ids(tokenizer)
         self._starts = word_starts(tokenizer)
         self._draw = geometric(LONGEST_SPAN, SPAN_P)
-        # Megatron leaves space for two special tokens in the encoder, which it does not have.
+        # As in Megatron, which leaves room for two special tokens, although its encoder has none.
         runs = RunOptions(options.encoder_length - 2, 1, options.short_probability)
         super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 

@@ -84,7 +84,7 @@ class Squad:
                 examples.bad.append(f"question {number} {found}")
             else:
                 examples.rows.append(found)
-        # As answers "" they would be scored, although the model of SQuAD 1.1 can't give that answer.
+        # Their right answer would be "", which a model of SQuAD 1.1 can't give.
         if reads.impossible and not self.has_unanswerable:
             raise UserError(
                 f"{path} has {reads.impossible:,} questions with is_impossible, as in SQuAD 2.0: use --task squad2"

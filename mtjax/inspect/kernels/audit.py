@@ -232,7 +232,7 @@ class _Reader:
             source=self.lines.source_of(roofline.module, instruction),
             bytes=moved,
             by_bytes=by_bytes,
-            # As of matmuls and of memory: the share of speed that a training run has of kernels alone.
+            # A training run has this share of the speed of kernels alone, as for matmuls and memory.
             by_instructions=machine.longest / constants.training,
             by_products=sum(roofline.product_seconds(product) for product in products),
             least=roofline.launch,

@@ -92,8 +92,8 @@ def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int
     found = _Block(kernel, threads, grid, (grid[0] // 2, grid[1] // 2, grid[2] // 2)).run()
     if all(times for _, times in found.straight(kernel)):
         return found
-    # Of arrays side by side, as gate and up, a block writes one. The golden ratio: equal distances could meet the same
-    # one each time.
+    # Where arrays are side by side, such as gate and up, a block writes one of them. Blocks are chosen by the golden
+    # ratio, as those at equal distances could all write the same one.
     count = int(np.prod(grid))
     indices = sorted({int((i + 0.5) * 0.6180339887 % 1 * count) for i in range(MOST_BLOCKS)})
     places = ((i % grid[0], i // grid[0] % grid[1], i // grid[0] // grid[1]) for i in indices)

@@ -128,7 +128,7 @@ def _by_pipe(names: Mapping[str, float]) -> dict[str, float]:
 
 def _seconds(counts: Mapping[str, float], followed: Followed, launch: KernelLaunch, gpu: Gpu) -> dict[str, float]:
     """Returns the seconds of each clock on the SM with most blocks."""
-    # Of the last, partial wave an SM may have one block more than others, for which all wait.
+    # In the last, partial wave some SMs have one block more than the others, which wait for them.
     blocks = math.ceil(launch.blocks / gpu.multiprocessors)
     clock = gpu.clock * 1e9
     rates = {**rates_of(gpu.compute_capability), ISSUE: ISSUED}

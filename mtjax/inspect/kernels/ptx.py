@@ -110,7 +110,7 @@ class PtxEntry:
                     continue
                 kept.add(i)
                 op = self.ops[i]
-                # Of a load only the address counts: what is loaded is not known anyway.
+                # Only a load's address counts: what it loads is not known anyway.
                 sources = op.read if op.kind not in ("ld", "atom") else (*_REGISTER.findall(op.address), op.guard or "")
                 new = [name for name in sources if name not in seen]
                 seen.update(new)
@@ -146,7 +146,7 @@ def parse(text: str) -> dict[str, PtxEntry]:
 def _body(text: str) -> tuple[list[Op], dict[str, int]]:
     ops: list[Op] = []
     labels: dict[str, int] = {}
-    # PTX ends statements, and no lines, with semicolons; braces of blocks and labels stand before a statement.
+    # Semicolons end statements, not lines; braces of blocks and labels stand before a statement.
     for statement in text.split(";"):
         rest = statement.lstrip("{} \t\r\n")
         while label := _LABEL.match(rest):

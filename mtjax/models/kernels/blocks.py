@@ -51,7 +51,7 @@ def attend_across(
         else CudnnBlocks(scale)
     )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    # By position, not by distance: on a rank the tokens of a sample are not consecutive.
+    # The position of the first key, not a distance: on a rank the tokens of a sample are not consecutive.
     first = None if options.window is None else context.positions - (options.window - 1)
     queries = QueryBlock(query, context.positions, context.segment_ids, first)
     if options.alibi is not None:
@@ -125,8 +125,7 @@ class XlaBlocks:
             scores, derivative, factors, largest = self._scores(chunk, keys, dropout, is_causal, self.observes)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             mixed, gradient, query = (_by_head(grouped(a)) for a in (chunk.mixed, chunk.gradient, chunk.query))
-            # Of the entire row, though this block has some of its keys: `mixed` and `gradient` are those of all of
-            # them.
+            # Sums over all keys of a row, of which this block has some: `mixed` and `gradient` are those of all keys.
             row_sums = (mixed.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
             d_probabilities = einsum_float32("bgmqd,bkgd->bgmqk", gradient, keys.value) * factors
             d_scores = probabilities * (d_probabilities - row_sums[..., None]) * self.scale
@@ -194,7 +193,7 @@ class XlaBlocks:
 
 def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "batch seq key_seq"] | None:
     """Returns where a query attends to a key; None for everywhere."""
-    # By positions, not by places: a rank's tokens are two chunks of a sample, and keys may be another rank's.
+    # Compares positions, not indices: a rank's tokens are two chunks of a sample, and keys may be another rank's.
     seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
     if queries.segments is not None and keys.segments is not None:
         same = queries.segments[:, :, None] == keys.segments[:, None, :]
@@ -202,7 +201,7 @@ def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "b
     if queries.first is not None:
         near = keys.positions[:, None, :] >= queries.first[:, :, None]
         if not is_causal:
-            # As far behind the token as `first` is before it.
+            # As far after the token as `first` is before it.
             last = 2 * queries.positions - queries.first
             near &= keys.positions[:, None, :] <= last[:, :, None]
         seen = near if seen is None else seen & near

@@ -76,7 +76,7 @@ def _visible(
     # A window's cache is a ring: each sequence has its own positions in it, and slots that were never written.
     if at.ndim > 1:
         at, is_visible = at[:, None], at[:, None] >= 0
-    # Tokens of a chunk of the prompt are in the cache already when it is read: those behind a token are hidden here.
+    # Tokens of a chunk of the prompt are in the cache already when it is read: later ones are hidden here.
     is_visible &= at <= positions
     if options.window is not None:
         is_visible &= positions - at < options.window

@@ -81,7 +81,7 @@ class Passage(NamedTuple):
 def delta_passage(inputs: DeltaInputs, size: int, at_once: int, before: Int[Array, " b"] | None) -> Passage:
     """Runs the recurrence over all tokens for any state that comes in: for zeros, and beside them for the identity.
 
-    The loop over chunks, whose steps take their latency, runs once; what is read of the state is one product behind it.
+    The loop over chunks, whose steps take their latency, runs once; what is read of the state is one product after it.
 
     Args:
       inputs: of the tokens.
@@ -110,7 +110,7 @@ def _pass_chunks(
     # With decay and beta 0, padding leaves the state as it is.
     inputs = whole_chunks(inputs, size)
     count = inputs.value.shape[1] // size
-    # As many chunks as possible, of which all blocks have equally many.
+    # The most chunks of a block that divide them into equal blocks.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
@@ -139,7 +139,7 @@ def delta_step(
     """Runs the recurrence for one token of each sequence, in float32; arguments and results as of `delta_scan`."""
     query, key, value, decay, beta = (v[:, 0].astype(jnp.float32) for v in inputs[:5])
     state = jnp.exp(decay)[..., None, None] * state
-    # Of the decayed state: the token replaces part of what is left at its key, not of what was there before.
+    # Read from the decayed state: the token replaces part of what is left at its key, not of what was there before.
     held = jnp.einsum("buhpn,bun->buhp", state, key, precision=HIGHEST)
     written = (value - held) * beta[..., None]
     state = state + written[..., None] * key[:, :, None, None]
@@ -183,8 +183,8 @@ class _Chunk(NamedTuple):
         # Masked before the exponential: decays to later tokens are positive, and would overflow.
         fades = jnp.exp(where(sees, between(until), -jnp.inf))
         alike, scores = (wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
-        # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns behind the
-        # inverse.
+        # `(I + tril(diag(beta) K K' decays, -1))^-1 diag(beta)`: rows are scaled in the system, columns after it
+        # is inverted.
         rates = jnp.moveaxis(beta, 2, -1)
         earlier_tokens = np.tril(np.ones((size, size), bool), -1)
         system = where(jnp.asarray(earlier_tokens)[None, None, None, None], alike * fades, 0.0) * rates[..., None]
@@ -227,7 +227,7 @@ def inverse_of_unit_lower(system: Float[Array, "*batch q k"]) -> Float[Array, "*
     inverse = jnp.eye(size, dtype=system.dtype) - _below(system, index, 1)
     half = 2
     while half < size:
-        # Of [[A, 0], [C, B]] the inverse is [[A^-1, 0], [-B^-1 C A^-1, B^-1]]; the other blocks of the products are 0.
+        # [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]; the other blocks of the products are 0.
         below = _product(_product(inverse, _below(system, index, half)), inverse)
         inverse, half = inverse - below, 2 * half
     return inverse

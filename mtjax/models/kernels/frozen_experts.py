@@ -110,8 +110,7 @@ def _blocked_backward(run: _Adapted, saved: tuple[Array, ...], gradient: Array) 
         expert, gate = block.expert, gates[block.pairs][:, None]
         rows, d_out = take_rows(x, block.tokens), take_rows(gradient, block.tokens)
         biases, first, second = run.of_expert(expert, tuple(others))
-        # By tokens and adapters alone: no product computes the gradient of a frozen matrix, which would be the largest
-        # array.
+        # Differentiated by tokens and adapters alone: the gradient of a frozen matrix would be the largest array.
         hidden, vjp = jax.vjp(lambda rows, *ab: run.hidden(rows, up[expert], biases, ab), rows, *first)
         d_hidden, parts = _float32(d_out, down[expert].T), ()  # without the gate
         gated = (d_out * gate).astype(x.dtype)

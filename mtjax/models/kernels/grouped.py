@@ -46,8 +46,8 @@ class Blocks(NamedTuple):
 
 
 def owners_of(experts: Int[Array, "tokens chosen"], count: int) -> Int[Array, " pairs"]:
-    """Returns the expert of each pair, of this rank's `count`."""
-    # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
+    """Returns the expert of each pair, an index into this rank's `count`, which itself stands for other ranks'."""
+    # Past the last expert, so that pairs of other ranks' experts are sorted last, and not counted.
     return jnp.where((experts >= 0) & (experts < count), experts, count).reshape(-1)
 
 

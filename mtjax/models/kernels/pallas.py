@@ -99,10 +99,10 @@ class Pallas:
         groups = key.shape[2]
         shared, blocks, sizes = heads // groups, length // PALLAS_BLOCK, _Sizes.of(query, value)
         wide, narrow = _width(query), _width(value)
-        # Outside the kernels, which would each compute it again for every block that they meet.
+        # Computed outside the kernels, each of which would compute it again for every block that it meets.
         row_sums = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         arrays = (query, key, value, gradient, statistics, row_sums, more)
-        # Of a block of keys, all queries of the heads that share it.
+        # A block of keys reads all queries of the heads that share it.
         every = lambda width: pl.BlockSpec((None, length, shared, width), lambda i, g, b: (b, 0, g, 0))  # noqa: E731
         one = lambda width: pl.BlockSpec((None, PALLAS_BLOCK, None, width), lambda i, g, b: (b, i, g, 0))  # noqa: E731
         rows = pl.BlockSpec((None, shared, length), lambda i, g, b: (b, g, 0))
@@ -155,7 +155,7 @@ class Pallas:
             grid=grid,
             in_specs=in_specs,
             out_specs=out_specs,
-            # By ptxas, on H100: with fewer warps or more stages the gradients of keys spill registers.
+            # ptxas reports for H100 that with fewer warps or more stages the gradients of keys spill registers.
             compiler_params=triton.CompilerParams(num_warps=8 if is_of_keys else 4, num_stages=1 if is_of_keys else 2),
             interpret=self.interpreted,
             name=name,
@@ -296,7 +296,7 @@ def _store(ref: Any, block: Array, width: int) -> None:
 def _scores_backward(
     sizes: _Sizes, query: Array, key: Array, value: Array, gradient: Array, row: tuple[Array, Array], more: Any, at: Any
 ) -> tuple[Array, Array]:
-    """Computes probabilities behind dropout, and the gradients of scaled products; `row` are log-sums and row sums.
+    """Computes probabilities after dropout, and the gradients of scaled products; `row` are log-sums and row sums.
 
     `more` are segments, dropout and the head.
     """

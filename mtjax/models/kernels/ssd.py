@@ -58,7 +58,7 @@ def scan(
     size = min(size, length)
     inputs = whole_chunks(inputs, size)
     count = inputs.x.shape[1] // size
-    # As many chunks as possible, of which all blocks have equally many.
+    # The most chunks of a block that divide them into equal blocks.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
 
     def block(state: Array | None, before: Array | None, own: ScanInputs) -> tuple[Array, Array]:
@@ -275,7 +275,6 @@ def whole_chunks(inputs: Inputs, size: int) -> Inputs:
     padded = jax.tree.map(lambda v: jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)), inputs)
     if inputs.segments is None:
         return padded
-    # Padding belongs to the last document.
-    # The subtraction makes the padding's zeros the last document's number.
+    # Padding belongs to the last document: by the subtraction, its zeros become that document's number.
     last = inputs.segments[:, -1:]
     return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

@@ -104,8 +104,8 @@ def softmax_attention(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes attention from each query to the keys for which its mask is True, normalized in float32.
 
-    Heads / groups consecutive query heads share a key and a value head; `bias` is added to the scores, and `site` is
-    that of the dropout, whose `dropout_keys` are one per sample; None turns it off.
+    Each key and value head serves heads / groups consecutive query heads. `bias` is added to the scores. Dropout of the
+    probabilities has one key per sample, and the site `site`; it is off if `dropout_keys` is None.
     """
     shape, output_spec = query.shape, spec(*HEADS)
     # Cheaper than scaling the scores.

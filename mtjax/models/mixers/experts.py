@@ -97,7 +97,7 @@ class Router(nnx.Module):
             gates = gates / (gates.sum(-1, keepdims=True) + EPSILON)
         report = self._report(logits, scores, hot, context.padding, x.shape[1])
         if context.padding is not None:
-            # Only here: normalizing gates of padding, whose sum would be 0, has no gradient.
+            # After the gates are normalized: those of padding would sum to 0, and the quotient's gradient be NaN.
             is_text = reshard(context.padding.is_text, spec("batch", "act_seq"))
             chosen = jnp.where(is_text[..., None], chosen, model.num_experts)
         return Routes(chosen, gates * model.router_scale, report)

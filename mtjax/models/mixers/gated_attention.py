@@ -29,13 +29,13 @@ class GatedSelfAttention(SelfAttention):
         """See `SelfAttention.__call__`."""
         gate, query, key, value = self.project_with_gate(x, context)
         mixed, state = self.mix(query, key, value, context, state)
-        # In float32, and cast once.
+        # The product is in float32, and cast once.
         opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
         return self.project_out(opened.astype(mixed.dtype), context), state
 
     def project_with_gate(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array, Array]:
         """Returns the gate, before the sigmoid, and query, key and value, each [batch, seq, heads, head_dim]."""
         del context
-        # Once for both products.
+        # Gathered once for both products.
         gathered = gather_sequence(x, None)
         return self.gate(gathered), *self.qkv(gathered)

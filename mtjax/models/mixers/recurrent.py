@@ -77,7 +77,8 @@ class RecurrentMixer(nnx.Module):
         # Named as attention's output is, so that only full recompute runs the scan again.
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
-            # Else what the gate's gradient is computed from would wait until the first product's gradient needs it.
+            # Otherwise the gate's gradient would be computed only where the first product's gradient needs it, and what
+            # it is computed from kept until then.
             y = self.gated_norm(*gradients_together(y, gate))
         # Groups and their heads are heads again, for the row-parallel product.
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
@@ -117,7 +118,7 @@ class RecurrentMixer(nnx.Module):
         self, mixed: Float[Array, "b s u channels"], before: Array | None, segments: Array | None
     ) -> Float[Array, "b s u channels"]:
         """Computes the convolution of the value and of the shared vectors; see `causal_convolution`."""
-        # Of the group that this rank computes, where ranks share one. Channels are in the order of `split`.
+        # Where ranks share a group, those of the one that this rank computes. Channels are in the order of `split`.
         shared = heads_in_use(getattr(self, self.shared_taps)[...], "groups")
         weights = jnp.concatenate([merged(self.by_groups(self.conv[...], 1), 2), shared[:, 0], shared[:, 1]], -1)
         return causal_convolution(mixed, weights, self.convolution_bias(), before, segments)
@@ -129,7 +130,7 @@ class RecurrentMixer(nnx.Module):
 
         pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
         mixed = pieces.split(mixed)
-        # Of the pieces in the order of the sample: the piece before may be another rank's.
+        # The piece before in the sample, which may be another rank's.
         before = pieces.before(mixed[:, -taps:])
         if context.segment_ids is None:
             return ConvolvedPieces(pieces, self.convolve(mixed, before, None), None, None, None)

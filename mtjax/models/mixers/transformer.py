@@ -90,8 +90,11 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it: `state` is
-        None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended."""
+        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
+
+        `state` is None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended. Returns the output and the
+        new state.
+        """
         # All-gathers sequences that are sharded, and computes query, key and value of the ranks' heads.
         query, key, value = self.qkv(gather_sequence(x, self.qkv.rule))
         mixed, state = self.mix(query, key, value, context, state)
@@ -155,7 +158,7 @@ class FusedQKV(nnx.Module):
         sizes = self_attention_products(model)["qkv"]
         self.weight = normal(key, sizes.weight, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
-            # Of [embed, 3, heads, head_dim], the query's third alone.
+            # Only the query's third of [embed, 3, heads, head_dim].
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, sizes.outputs) if attention_biases(model)[0] else None
         self.is_read_linearly = is_linear(model)
@@ -164,7 +167,7 @@ class FusedQKV(nnx.Module):
         self, x: Float[Array, "batch seq embed"], adapter: Callable[[], Array] | None = None
     ) -> tuple[Array, Array, Array]:
         """Computes query, key and value, each [batch, seq, heads, head_dim]; `adapter` computes what is added to the
-        product, [batch, seq, 3, heads, head_dim]."""
+        product, [batch, seq, 3, heads, head_dim], if anything is."""
         bias = None if self.bias is None else self.bias[...]
         save, names = not (is_unrolled() and self.is_read_linearly), ("qkv", "heads", "head_dim")
         product = project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
@@ -174,7 +177,8 @@ class FusedQKV(nnx.Module):
 
 
 def is_linear(model: Model) -> bool:
-    """Returns whether attention's inputs are linear in the products: neither normalized nor clipped."""
+    """Returns whether attention's inputs are linear in the products: rotated or scaled perhaps, but neither normalized
+    nor clipped."""
     return not model.qk_norm and model.qkv_clip is None
 
 

@@ -46,7 +46,7 @@ async def finishing(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except Exception:
-        # Again and again: tasks that are awaited may start others.
+        # Repeated, as tasks that are awaited may start others.
         while begun := asyncio.all_tasks() - before:
             await asyncio.wait(begun)
         raise

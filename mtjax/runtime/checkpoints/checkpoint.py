@@ -149,7 +149,7 @@ class Checkpoints:
             except CorruptedCheckpoint as e:
                 corrupted[step] = str(e)
                 continue
-            # Only now: if no checkpoint can be restored, nothing is renamed.
+            # Renamed after one was restored: if none can be, all keep their names.
             for bad, reason in corrupted.items():
                 log.warning("checkpoint %s is corrupted and skipped (%s)", self.folder / str(bad), reason)
                 self._quarantine(bad)
@@ -228,7 +228,7 @@ class Checkpoints:
         check_same_names(metadata["fingerprints"], tree, name)
         orders, saved = layer_orders(config.model, config.parallel), saved_orders(metadata["config"])
         state = read_on_all_processes(name, folder, lambda: self._read_state(step, tree, saved, orders))
-        # Of what is on the devices: it covers the disk, the network and the copy to the device.
+        # Computed from the arrays on the devices, to detect errors of the disk, the network and the copy to a device.
         now = fingerprints(state, orders)
         wrong = [name for name, number in metadata["fingerprints"].items() if now.get(name) != number]
         if wrong:

@@ -133,7 +133,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         raise CorruptedCheckpoint("its metadata is missing") from None
     except (ValueError, RecursionError) as e:  # of JSON, and of UTF-8
         raise CorruptedCheckpoint("its metadata is not what was saved") from e
-    # Before any value is used.
+    # Checked before any value is used.
     if not isinstance(metadata, dict) or metadata.pop("checksum", None) != metadata_checksum(metadata):
         raise CorruptedCheckpoint("its metadata is not what was saved")
     if (version := metadata.get("version", VERSION)) != VERSION:

@@ -69,7 +69,7 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
     """
     if output.local_checkpoints is None:
         return None
-    # The first process's: others may see the folder of the run before its file is written.
+    # Read by the first process alone: others may see the run's folder before the file is in it.
     identity = all_gather_text(
         "the name of the local checkpoints", _identity(folder) if jax.process_index() == 0 else ""
     )[0]
@@ -127,7 +127,7 @@ class LocalCheckpoints:
         # One save at a time: host memory holds one copy of the shards.
         self.close()
         step = int(state.step)
-        # Before the next step, which is donated these arrays.
+        # Copied before the next step, to which these arrays are donated.
         pieces = copy_pieces(state_arrays(state))
         pending = fingerprints_later(state, layer_orders(config.model, config.parallel))
         metadata = checkpoint_metadata(step, config, consumed_samples, self.record)

@@ -80,7 +80,7 @@ class Saves:
         why = None
         try:
             self._checkpoints.wait()
-            # Again: the disk may have gone meanwhile, and its mount point taken the files.
+            # Checked again: the disk may have been unmounted meanwhile, and its mount point may have taken the files.
             why = self._why_moved()
         except PeerFailed:
             pass  # that process reports the reason

@@ -41,12 +41,12 @@ def gather_text_at(key: str, name: str, text: str, timeout: float) -> list[str]:
     """
     client = service()
     key = f"mtjax/{key}/{name.replace(' ', '_')}"
-    # Before the barrier: behind it all texts are there.
+    # Set before the barrier, after which the texts of all processes are there.
     client.key_value_set(f"{key}/{this_process()}", text)
     try:
         client.wait_at_barrier(key, int(timeout * 1000))
     except jax.errors.JaxRuntimeError as e:
-        # Who has not set a text has not come here.
+        # A process without a text has not reached this point.
         missing = sorted(set(range(num_processes())) - set(_read_texts(client, key)))
         if missing:
             who = ", ".join(map(str, missing))

@@ -71,7 +71,7 @@ class NativeStderr:
         """Forwards the buffered output, unless it is jax's fatal error."""
         with self._lock, contextlib.suppress(OSError):
             held = os.pread(self._file.fileno(), 1 << 20, self._read)
-            # Held for good: `_aborted` reports the error in a sentence instead.
+            # That one is never forwarded: `_aborted` reports the error in a sentence.
             if GIVEN_UP not in held:
                 os.write(self._terminal, held)
                 self._read += len(held)

@@ -97,7 +97,7 @@ class HeartbeatMonitor:
         overdue = max((pulse.step for pulse in running.values() if pulse.overdue), default=0)
         late = [process for process, pulse in running.items() if pulse.step < overdue]
         here = self._pulses[0]
-        # Who reported its end is the cause; who is silent then may be ending because of it.
+        # A process that reported its end is the cause; one that is silent may be ending because of it.
         return PeerVerdict(here.count, here.where, tuple(ended or silent), overdue, tuple(late))
 
 

@@ -86,7 +86,7 @@ class _ContextParallel(NamedTuple):
         def mapped(query: Array, key: Array, value: Array, metadata: _Metadata, *more: Array) -> Any:
             """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
-            # Slopes and indices of heads are divided as the heads are; the rest every tensor parallel rank has.
+            # Slopes and indices of heads are sharded as the heads are; every tensor parallel rank has all the rest.
             if metadata_specs.slopes is not None:
                 metadata_specs = metadata_specs._replace(slopes=self.numbers)
             if metadata_specs.dropout is not None:

@@ -34,7 +34,7 @@ class Pieces:
         """Returns the pieces of a rank whose tokens have these positions."""
         assert positions is not None
         axes = context_axes()
-        # The rank from its first position: `lax.axis_index` would be hoisted out of the scan over layers.
+        # A rank's first position tells its index; `lax.axis_index` would be hoisted out of the scan over layers.
         return cls(axes, positions[0] // (len(positions) // 2), math.prod(lax.axis_size(axis) for axis in axes))
 
     def split(self, x: Array) -> Array:

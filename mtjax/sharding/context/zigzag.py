@@ -59,7 +59,7 @@ def from_first_context_rank(values: Float[Array, " batch"], length: int) -> Floa
       length: tokens of a sample that a rank has.
     """
     positions = local_positions(length)
-    # The first rank has position 0. By the positions, as `lax.axis_index` would be hoisted out of the scan over layers.
+    # The first rank is the one that has position 0; `lax.axis_index` would be hoisted out of the scan over layers.
     return values if positions is None else jnp.where(positions[0] == 0, values, 0)
 
 

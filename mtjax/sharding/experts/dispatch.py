@@ -187,7 +187,7 @@ class _ExpertParallel(NamedTuple):
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
         # An index past the last expert has an owner past the last rank, to which nothing is sent.
         owners = (experts // here).reshape(ranks, -1, 1, chosen)
-        # Once for each rank, even where several of a token's experts are there.
+        # A token is sent to a rank once, even where several of its experts are there.
         is_sent = (owners == jnp.arange(ranks)[:, None]).any(-1)
         routing = RaggedRouting.of(is_sent, min(chosen, ranks), self.expert)
         first = lax.axis_index(self.expert) * here
@@ -263,7 +263,7 @@ class _CapacitySlots(NamedTuple):
             chunks = hot.reshape(samples, 2, -1, count)
             before = jnp.moveaxis(sum_of_preceding_chunks(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
             is_dropped = (_numbers(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= limit
-            # This rank's slots are numbered among the pairs that it keeps: of an expert at most as many as it has
+            # This rank's slots are numbered among the pairs that it keeps: at most as many per expert as the rank has
             # tokens, as a token chooses an expert once.
             number, capacity = _numbers(jnp.where(is_dropped[..., None], 0, hot)), min(capacity, length)
         else:
@@ -277,7 +277,7 @@ class _CapacitySlots(NamedTuple):
 
     def take(self, x: Float[Array, "rows width"], pairs_per_row: int) -> Float[Array, "slots width"]:
         """Gathers the rows of x, each of which has `pairs_per_row` pairs, into slots; zeros in empty ones."""
-        # Of an empty slot the index is past the last row, since that of its pair is past the last pair.
+        # An empty slot's index is past the last row, since its pair's is past the last pair.
         return x.at[self.pairs // pairs_per_row].get(mode="fill", fill_value=0)
 
     def combine(self, values: Float[Array, "slots width"], pairs_per_row: int, like: Array) -> Array:
@@ -304,8 +304,8 @@ def _apply_forward(dispatch: _ExpertParallel, *arrays: Any) -> tuple[Array, tupl
 
 def _apply_backward(dispatch: _ExpertParallel, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
     """Differentiates `local` by a gradient [batch, act_seq, embed]; returns those of x, gates and weights."""
-    # Inside the map, and recomputed, so that nothing but the arguments of `_apply` is saved.
 
+    # The forward pass is computed once more, inside the map, so that only the arguments of `_apply` are saved.
     def body(x: Array, gates: Array, experts: Chosen, *rest: Array) -> tuple[Array, ...]:
         *weights, gradient = rest
         run = lambda x, gates, *weights: dispatch.local(x, gates, experts, *weights)  # noqa: E731

@@ -57,7 +57,7 @@ class PipelineSchedule:
     @classmethod
     def of(cls, config: Config, stages: int, num_microbatches: int, sections: int, platform: str) -> "PipelineSchedule":
         """Returns a config's schedule for a model with this number of sections."""
-        # The timetable does not know sections: a model of two runs through twice the chunks, the first section's first.
+        # The timetable knows no sections: a model with two has twice the chunks, those of the first section first.
         chunks = config.parallel.chunks * sections
         return cls(
             timetable(config.parallel.pipeline_schedule, stages, num_microbatches, chunks),
@@ -277,8 +277,8 @@ class _Run(StageWork):
         """
         start = self._chunk_input(section, boundary, work)
         shards = self.order.behind(self.shards, start)
-        # Of later sections the boundary: from it `embed` is differentiated in the backward half, and `start`
-        # recomputed.
+        # A later section keeps the boundary: in the backward half `embed` is differentiated by it, and `start`
+        # recomputed from it.
         chunk_inputs = put_in_slot(chunk_inputs, work.slot, start if section == 0 else boundary)
         can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
         if can_skip and section == self.sections - 1:
@@ -317,7 +317,7 @@ class _Run(StageWork):
           The gradient of the boundary before the chunk, `sums` with the chunk's gradients, and `losses` with its own.
         """
         boundary = take_from_slot(chunk_inputs, work.slot)
-        # Of the first section the slot has the embedded tokens already.
+        # Slots of the first section hold the embedded tokens.
         start = boundary if section == 0 else self._chunk_input(section, boundary, work)
         order = self.order
         shards = order.behind(self.shards, start, gradient)
@@ -348,7 +348,7 @@ class _Run(StageWork):
         self, boundary: Tree, work: TickWork, _: Tree, sums: Tree, losses: Sums
     ) -> tuple[Tree, Tree, Sums]:
         """Computes the head's losses of a boundary; returns its gradient, and `sums` and `losses` with the head's."""
-        # The gradient that was received, here unnamed, has no meaning on the last stage.
+        # The received gradient, the unnamed argument, means nothing on the last stage.
         head = lambda shards, boundary: self._head_losses(boundary, work, shards)  # noqa: E731
         head_losses, vjp = jax.vjp(head, self.shards, boundary)
         gradients, gradient = vjp(jax.tree.map(jnp.ones_like, head_losses))

@@ -58,7 +58,7 @@ class StageWork:
         self.chunks = table.chunks // self.sections
         self.shards = differentiable_shards(wrapped)
         first = jax.tree.map(lambda a: a[0], microbatches)
-        # Also what a stage computes with before its first boundary arrives.
+        # Zeros: what a stage computes with before its first boundary arrives.
         self.boundary = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.shards), first))
 
     # --- parts of the model
@@ -139,7 +139,7 @@ class StageWork:
     def _tick_work(self, row: Array, after: Tree = None) -> TickWork:
         """Reads this stage's work off a row [stages, 4]; where an order is needed, it depends on the arrays `after`."""
         zero = self.start_zero + self.order.zero(after)
-        # Of an idle half this is microbatch 0 and chunk 0 (`idle`): valid indices, whose results are dropped.
+        # In an idle half microbatch and chunk are 0 (`idle` above): valid indices, whose results are dropped.
         microbatch, chunk, slot, counts = row[self.stage] + zero
         pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
         return TickWork(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)

@@ -143,7 +143,7 @@ class Letter:
         def layer(x: Array, parameters: list[Any], own: list[Any], used: list[Array]) -> Any:
             return self.run(x, parameters, with_shards(resident, own), number, used, shared.others)
 
-        # Not by the layer number and `others`, which have no gradient, nor by `resident` where it is frozen.
+        # Neither the layer number nor `others` has a gradient, nor has `resident` where it is frozen.
         (x, state), vjp = jax.vjp(self.loop.saving(layer), x, parameters, differentiable_shards(resident), used)
         return x, state, VjpWithoutParameters.without(vjp, self._read_again(parameters, resident, shared))
 
@@ -194,7 +194,7 @@ class Letter:
         return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.place))
 
     def _read_again(self, parameters: list[Any], resident: list[Any], shared: LayerConstants) -> list[Array]:
-        # In one order in both passes: `VjpWithoutParameters` knows an array by its place in this list.
+        # The order is that of the other pass: `VjpWithoutParameters` knows an array by its place in this list.
         used = [shared.differentiable[i] for i in self.uses]
         return [*self.loop.regathered(parameters), *jax.tree.leaves(resident), *used, *shared.others]
 

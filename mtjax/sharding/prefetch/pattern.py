@@ -99,8 +99,8 @@ class _Program:
             return None
         letter = unit[-1] if times > 1 else self.loops[loop_index - 1].unit[-1]
         before = self.before(loop_index)[letter] + (unit.count(letter) * index if times > 1 else 0)
-        # Below the first layer there is none: layer 0 of this letter is gathered, and not read, as all iterations are
-        # one program.
+        # There is none below the first layer. As all iterations are one program, layer 0 of this letter is gathered
+        # there, and not read.
         return _Place(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
 
     def above(self, loop_index: int, index: Any) -> _Place | None:
@@ -242,7 +242,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
         else:
             carry, _ = iteration(loop_index, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
     first = program.loops[0].unit[0]
-    # Those of the first layer, which no layer below it can reduce.
+    # The first layer's gradients: there is no layer below it to reduce them.
     reduced = program.letters[first].reduce(carry.sums[first], Pending(first, carry.waiting, 0))
     return carry.gradient, {**carry.sums, first: reduced}, carry.of_constants, None
 

@@ -262,11 +262,11 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would begin with the
     # gather, and wait for it before it sends gradients; without them it hides both, and this order would wait.
     next_index = jnp.maximum((after(accumulators, index) if is_tensor_parallel() else index) - 1, 0)
-    # Below layer 0 there is none: it is gathered once more, and not read, as all iterations are one program.
+    # There is none below layer 0. As all iterations are one program, layer 0 is gathered once more there, and not read.
     below = slots.parameters if loop.saves_gathered else loop.gather(shards, next_index)
     regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
     gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
-    # None for `shards`, of which nothing is differentiated: their gradients are in `accumulators`.
+    # None for `shards` and `layer_index`: the gradients of the shards are in `accumulators`.
     inputs = _IterationInputs(resident, number, constants, None, None)  # pyright: ignore[reportArgumentType]
     return gradient, _Slots(below, loop.unreduced(gradients)), accumulators, inputs
 

@@ -83,7 +83,7 @@ class RemoteFolder:
             self.upload()
         except UserError as e:
             raise UserError(f"{e}; what was not copied is in {self.work}") from e
-        # Only its own lock: another start may have taken it over.
+        # Removes only its own lock: another start may have taken it over.
         if self._owner().get("token") == self._token:
             fs = filesystem(self.url)
             attempt(f"removing {self._lock}", lambda: fs.rm_file(self._lock))
@@ -122,11 +122,11 @@ class RemoteFolder:
             if owner.get("token") == self._token:  # the earlier request succeeded, but its response was lost
                 return taken_from
             name = f"process {owner.get('pid')} on {owner.get('host')}"
-            # The same start wrote another beat: it is alive.
+            # The holder wrote another beat since: it is alive.
             if seen is not None and owner != seen and owner.get("token") == seen.get("token"):
                 raise in_use(self.url, name)
             if owner != seen:
-                # A holder is dead whose word has not changed for a lease by this machine's clock.
+                # A holder whose word has not changed for a lease, by this machine's clock, is dead.
                 seen, since = owner, time.monotonic()
                 if not _is_gone(owner):
                     say(claimed(self.url, name, self._lease))

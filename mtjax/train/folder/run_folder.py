@@ -72,7 +72,7 @@ def claim_folder(
             return lambda: None
         if remote is not None:
             remote.claim(say)
-            # Looked at again, behind the lock: two starts may both have found the folder free.
+            # Checked again while the lock is held: two starts may both have found the folder free.
             if not resume and holds_run(Path(remote.url)):
                 remote.release()
                 raise UserError(f"another run began in {remote.url}: {ADVICE}")

@@ -120,7 +120,7 @@ def with_end(found: Found, token: str | None, name: str) -> Found:
     if token is None:
         return found
     tokenizer, end = found.tokenizer.with_eod(token), found.tokenizer.token(found.tokenizer.eod)
-    # Named again on resume.
+    # The token that the run was begun with, named again on resume.
     if found.is_saved and end == token:
         return found
     if found.is_saved:
@@ -220,7 +220,7 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
     Raises:
       UserError: a file can't be read.
     """
-    # Of another tokenizer for the same weights the descriptions are still true: chat template, settings of generation.
+    # Chat template and settings of generation are still true with another tokenizer for the same weights.
     names = (*(TOKENIZER_FILES if vocabulary else (*DESCRIPTIONS, GENERATION_CONFIG)), *template_names(folder))
     ids = special_ids(hugging_face)
     return read_files(folder, names) | ({SPECIAL_IDS: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})

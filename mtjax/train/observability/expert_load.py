@@ -22,7 +22,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
       dense: indices of the dense layers.
     """
     # load[layer, expert] = tokens of the expert / mean tokens per expert of the layer
-    # A step of padding alone has no tokens: its loads are 0. A mean below 1 is one, with fewer choices than experts.
+    # A step of padding alone has no tokens: its loads are 0. Other means may be below 1, with few tokens.
     mean = counts.mean(-1, keepdims=True)
     load = counts / np.where(mean > 0, mean, 1)
     dead = int((counts == 0).sum())

@@ -52,7 +52,7 @@ class StartTimer:
         now = self._now()
         self._add(self._doing, now - self._since)
         self._doing, self._since = activity, now
-        # Events are nested within one activity alone.
+        # Only events of one activity are nested in each other.
         self._compiling.clear()
         if self._waiting is not None:  # of the steps only the first one, which is compiled: others are logged
             self._waiting.begin(None if activity == STEPS and STEPS in self._seconds else NAMES.get(activity))

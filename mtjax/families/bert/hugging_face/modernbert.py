@@ -107,7 +107,7 @@ MODERNBERT = _encoder(
             _write_windows,
             {"attention_window": LOCAL, "window_layers": "layer_types"},
         ),
-        # Of training, and of other heads.
+        # Keys that only training and other heads read.
         unused("embedding_dropout", "mlp_dropout", "classifier_pooling", "classifier_dropout"),
         names=ModuleNames(
             embedding="embeddings.tok_embeddings",

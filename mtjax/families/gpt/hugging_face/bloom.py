@@ -21,7 +21,6 @@ BLOOM_NAMES = ModuleNames(
     layer="h.{layer}",
     attention="self_attention",
     qkv="query_key_value",
-    # The fused tensor has query, key and value of each head next to each other.
     qkv_order="groups",
     attention_output="dense",
     up="dense_h_to_4h",
@@ -75,7 +74,7 @@ IN_ATTENTION = {
 
 def _read_attention(values: Json) -> Settings:
     found = values.get("attn_config") or {}
-    # In an object of its own, which `only` of the whole type does not check.
+    # `only` of the type checks outer keys; these are in an object.
     wrong = [
         f"{key} of attn_config is {found[key]!r}, but must be {allowed[0]!r}"
         for key, allowed in IN_ATTENTION.items()
@@ -140,7 +139,7 @@ def _read_width(values: Json) -> Settings:
 
 def _opt_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder with matrices between its tables and its hidden states (OPT-350M)."""
-    # Without biases; models of one width have no such tensors, and these rows fit none of their parameters.
+    # The matrices have no biases. In models of one width these rows fit no parameter, and are left out.
     ends = ("project_in", "project_out")
     return *decoder_rows(names, model), *(
         linear(end, f"{names.prefix}decoder.{end}", "embed", "features")[0] for end in ends
@@ -209,7 +208,7 @@ def _read_falcon(values: Json) -> Settings:
         norms = values.get("num_ln_in_parallel_attn") or 2
         kv_heads = values.get("num_kv_heads") or values["num_attention_heads"]
         found = {"num_kv_heads": kv_heads, "parallel_residual": "one_norm" if norms == 1 else "two_norms"}
-    # Falcon divides the sum of scores and ALiBi's biases by the root of the head's width, others the scores alone.
+    # Falcon divides the sum of scores and ALiBi's biases by the root of the head's width; others divide scores alone.
     position = {"position": "alibi", "alibi_scaled": True} if values["alibi"] else FALCON_ROPE.read(values)
     return {"position": "rope", **found, **position}
 

@@ -45,7 +45,6 @@ COHERE = decoder(
     SIZES_OF_BOTH | {"rope_theta": 500_000.0, "use_qk_norm": False},
     *PARTS,
     ConfigKeys(("use_qk_norm",), _read_norm, lambda model: {"use_qk_norm": model.qk_norm}),
-    # RoPE rotates neighbouring channels, not the two halves of a head as in Llama.
     names=ModuleNames(interleaved=True),
     classifies=False,
 )

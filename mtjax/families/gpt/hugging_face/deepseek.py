@@ -43,8 +43,7 @@ def _read_scale(values: Json) -> Settings:
 
 
 def _scale(values: Json, factor: float, weight: float) -> float:
-    # Squared, as transformers' code has the factor of YaRN (0.1 mscale ln(factor) + 1) once for queries and once for
-    # keys.
+    # YaRN's factor (0.1 mscale ln(factor) + 1) squared, as in transformers: once for queries and once for keys.
     return (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5 * yarn_scale(factor, weight) ** 2
 
 

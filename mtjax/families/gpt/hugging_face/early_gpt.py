@@ -52,7 +52,7 @@ OPENAI_GPT = decoder(
     ),
     always(position="learned", norm_placement="post", **attention_settings("all", mlp=True)),
     ConfigKeys(("afn",), _read_function, _write_function),
-    # One rate for embeddings and sublayers here, two keys there.
+    # mtjax has one rate for embeddings and sublayers, transformers a key for each.
     ConfigKeys((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
     names=ModuleNames(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     # GPT-2's names and layout of linear layers.

@@ -114,7 +114,7 @@ SAME_SIZE = ConfigKeys(
 """The part of types whose experts are as wide as intermediate_size says."""
 TOP_K = fields(num_experts="num_local_experts", experts_top_k="num_experts_per_tok")
 
-# w1 is the gate and w3 the up projection. Its weights of the chosen experts always add up to 1.
+# w1 is the gate and w3 the up projection. The weights of the experts that a token chooses always add up to 1.
 MIXTRAL = decoder(
     "mixtral",
     "Mixtral",
@@ -156,7 +156,7 @@ def _read_dense(values: Json) -> Settings:
 SPARSE_STEP = ConfigKeys(
     ("decoder_sparse_step", "mlp_only_layers"),
     _read_dense,
-    # A list says any pattern; the step only some.
+    # The list can express any pattern of layers, the step only some.
     lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense_layers(model))},
 )
 QWEN_EXPERTS = (

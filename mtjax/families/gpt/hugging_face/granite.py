@@ -29,7 +29,7 @@ def shared_rows(names: ModuleNames) -> tuple[Row, ...]:
     """Returns the rows of Granite's shared expert, which is beside the others."""
     shared, ours = f"{names.block}shared_mlp", f"{LAYERS}.experts.shared"
     return (
-        # Gate and up projection are one tensor, one behind the other.
+        # One tensor has the gate, then the up projection.
         *linear(f"{ours}.up", f"{shared}.input_linear", "embed", "gate*mlp"),
         *linear(f"{ours}.down", f"{shared}.output_linear", "mlp", "embed"),
     )

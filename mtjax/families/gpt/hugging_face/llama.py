@@ -144,7 +144,6 @@ ERNIE4_5 = decoder(
     HEAD_DIM,
     ROPE,
     biases("use_bias", "use_bias"),
-    # RoPE rotates neighbouring channels.
     names=ModuleNames(interleaved=True),
     classifies=False,
 )

@@ -60,7 +60,6 @@ GPT_NEOX = decoder(
         output="embed_out",
         attention="attention",
         qkv="query_key_value",
-        # The fused tensor has query, key and value of each head next to each other.
         qkv_order="groups",
         attention_output="dense",
         up="dense_h_to_4h",
@@ -108,7 +107,7 @@ GPTJ_PARTS = (
     ConfigKeys(
         ("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}
     ),
-    # No biases in attention, but in the MLP and of the logits.
+    # The MLP and the logits have biases, attention has none.
     biases(with_mlp=True),
     # Attention and MLP read the same norm; GPT-NeoX has one for each.
     always(parallel_residual="one_norm", output_bias=True),
@@ -123,7 +122,6 @@ GPTJ_NAMES = ModuleNames(
     attention_output="out_proj",
     up="fc_in",
     down="fc_out",
-    # RoPE rotates neighbouring channels.
     interleaved=True,
 )
 GPTJ = decoder("gptj", "GPTJ", GPTJ_SIZES, *GPTJ_PARTS, names=GPTJ_NAMES, aliases=GPT2_ALIASES)
@@ -187,7 +185,6 @@ NEMOTRON = decoder(
     ROTARY,
     rope(fraction=FRACTION),
     biases("attention_bias", "mlp_bias"),
-    # Nemotron's norms multiply by 1 + weight.
     always(norm_weight="offset"),
 )
 

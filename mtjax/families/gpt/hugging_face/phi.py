@@ -14,7 +14,7 @@ def _read_rope(values: Json) -> Settings:
     """Reads RoPE; longrope had other names in the first versions."""
     given = rope_object(values)
     kind = given.get("rope_type", given.get("type", "default"))
-    # As transformers reads them.
+    # transformers reads the two older names as longrope.
     kind = "longrope" if kind in ("su", "yarn") else kind
     return FRACTION.read({**values, rope_key(values): given | {"rope_type": kind}})
 

@@ -22,7 +22,7 @@ QWEN_SIZES = sizes(4096, 22016, 32, 32, 32, 151_936, 32_768) | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-# Biases of query, key and value whatever config.json says, and none of the output.
+# Query, key and value have biases whatever config.json says; the output has none.
 QWEN2 = decoder("qwen2", "Qwen2", QWEN_SIZES, *LIKE_LLAMA, ROPE, biases(always="qkv"), QWEN_WINDOWS)
 QK_NORM = always(qk_norm=True)
 QWEN3 = decoder(

@@ -57,7 +57,7 @@ def _read_attention(values: Json) -> Settings:
     scores = before * before * keys
     return {
         "attention_scale": None if scores == 1 else scores * width**-0.5,
-        # And values once, of which the output is a linear function.
+        # attention_in_multiplier scales values, too, in which the output is linear.
         "attention_output_scale": before * _factor(values, "attention_out_multiplier"),
     }
 
@@ -66,7 +66,7 @@ def _write_attention(model: Model) -> Json:
     scale, root = model.attention_scale, head_dim(model) ** 0.5
     keys = 1.0 if scale is None else inverse(lambda key: key * head_dim(model) ** -0.5, scale, scale * root)
     return {
-        # Read as part of the other factors, which are written with their products.
+        # Always 1: `_read_attention` multiplies it into the other factors.
         "attention_in_multiplier": 1.0,
         "key_multiplier": keys,
         "attention_out_multiplier": model.attention_output_scale,

@@ -63,7 +63,7 @@ def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = 
     product = partial(part, "in_proj.weight", "z x B C dt", rest=(("embed",),))
     rows = [
         Row(f"{ours}.inputs.gate_value", tuple(product(of, index=("gate", i)) for i, of in enumerate("zx"))),
-        # B and C are one parameter, as all heads of a group share them: they are sharded otherwise than z and x.
+        # B and C have a parameter of their own: all heads of a group share them, so they are sharded differently.
         Row(f"{ours}.inputs.b_c", tuple(product(of, index=("kv", i)) for i, of in enumerate("BC"))),
         Row(f"{ours}.inputs.rate", (product("dt"),)),
     ]

@@ -42,7 +42,7 @@ def _write_pattern(model: Model) -> Json:
         "layers_block_type": [KINDS[letter] for letter in letters],
         "hybrid_override_pattern": letters,
         "num_hidden_layers": len(letters),
-        # Without experts transformers' default, which it does not read then.
+        # Without experts transformers does not read the key, so its default is written.
         "n_routed_experts": model.num_experts or 8,
     }
 
