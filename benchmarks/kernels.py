@@ -75,6 +75,37 @@ EXPECTED: dict[tuple[str, str], str] = {
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "
     "take 3 times as long as these bytes; gradients of norms: XLA's sum over tokens is limited by the exchange of "
     "sectors (1.1% of a step of gpt2-xl)",
+    (
+        "slow",
+        "models/gated_activations.py",
+    ): "the gradients of gate and up are written into one array: XLA computes each element behind a branch, from loads "
+    "of 2 bytes, so that sectors take 2.3 times as long as bytes on B200 (1.7% of a step of llama3-8b)",
+    (
+        "slow",
+        "models/mixers/mamba.py",
+    ): "the backward pass's convolution and SiLU: XLA writes two arrays in different layouts in one kernel, and "
+    "computes each element for both (2.2 times its bytes on H200, 3.2 on B200: 2.1% and 2.9% of a step of "
+    "mamba2-2.7b)",
+    (
+        "slow",
+        "models/mixers/recurrent.py",
+    ): "the forward pass's convolution and SiLU, computed for two arrays as above: 168 instructions for an element "
+    "(2.7 times its bytes on H200, 3.8 on B200: 1.9% and 2.7% of a step of mamba2-2.7b)",
+    (
+        "slow",
+        "models/kernels/ssd.py",
+    ): "the decay between each two tokens of a chunk: an exponential and 28 instructions for an element of 2 bytes "
+    "(2.8 times its bytes on B200, 1.1% of a step of mamba2-2.7b)",
+    (
+        "spills",
+        "sharding/vocab.py",
+    ): "4 bytes a thread on B200, 8 on A100, of Triton matmuls of the loss's backward pass, whose tiles XLA guesses "
+    "without a GPU (0.7% and 1.2% of a step of llama3-8b)",
+    (
+        "spills",
+        "models/rms_norm.py",
+    ): "8 bytes a thread of the sums over rows that are a norm's gradient, outside of the layers (0.03% of a step of "
+    "llama3-8b on B200)",
     ("slow", "models/mixers/transformer.py"): "exact GELU, of BERT and Pythia: the polynomials of erf",
     (
         "spills",

@@ -713,6 +713,20 @@ FAULTS = (
         "inspect",
         "test_an_operation_counts_for_the_first_kind_in_its_path",
     ),
+    Fault(
+        "an array that a kernel updates in registers counts as unread",
+        "read += 0 if _is_result(fused, user) else _read(fused, user)",
+        "continue",
+        "inspect",
+        "test_an_updated_array_is_read_unless_it_is_updated_in_place",
+    ),
+    Fault(
+        "of a branch in machine code both sides count",
+        "found[first : last + 1] = [min(share, other) for other in found[first : last + 1]]",
+        "pass",
+        "inspect",
+        "test_of_a_branch_the_side_is_counted_that_threads_take",
+    ),
     # --- contracts
     Fault(
         "inspect: numbers of the compute dtype are not all of a line beside wide arrays of another type",

@@ -77,7 +77,7 @@ class Followed:
         """Returns bytes and executions by a thread of each instruction on global memory outside of loops, in order."""
         loops = kernel.in_loop() if self.executions.size else range(len(kernel.ops))  # matmuls are not followed
         ops = [(i, op) for i, op in enumerate(kernel.ops) if op.space == "global" and i not in loops]
-        return [(op.access_bytes, self.executions[i] / self.threads) for i, op in ops]
+        return [(op.access_bytes, int(self.executions[i]) / self.threads) for i, op in ops]
 
 
 def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int]) -> Followed:
