@@ -14,6 +14,7 @@ from mtjax.errors import UserError
 from mtjax.train.folder.log_files import Events, Lines
 from tests.end_to_end.runs import Launcher, ended, finish, look, wait_for_checkpoint
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 STEPS = ("--steps", "6", "--checkpoint-every", "2")
 
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -139,7 +140,13 @@ def real_disk(tmp_path: Path) -> Iterator[Callable[[], Path]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [["mount", "-o", "remount,abort"], ["umount", "-l"]], ids=["read-only", "gone"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(["mount", "-o", "remount,abort"], id="read-only"),
+        pytest.param(["umount", "-l"], id="gone", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
     fault: list[str], launcher: Launcher, real_disk: Callable[[], Path]
 ) -> None:

@@ -78,7 +78,7 @@ def with_signal_at(step: int, number: signal.Signals) -> Callable[..., Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.exhaustive), "Ctrl-C"])
 def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterrupted: Finished) -> None:
     stopped = stop(launcher, name, INTERRUPTS[name], after_step=5)
     assert f"stopped by {name} after step" in stopped.stdout

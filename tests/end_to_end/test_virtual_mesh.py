@@ -25,7 +25,7 @@ def test_losses_equal_those_of_one_device(mesh: str, steps: int, launcher: Launc
     assert relative_difference(cluster.losses, alone.losses) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_three_steps_on_16_devices_equal_those_of_one(launcher: Launcher) -> None:
     """More than the 8 of other tests, and both axes at once."""
     alone = launcher.train_here("alone-of-4x4", "--mesh", "1x1", "--steps", "3")

@@ -76,8 +76,26 @@ def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
     return TOKENIZER.decode(ids)
 
 
-@pytest.mark.parametrize("devices", ["one writes", pytest.param("all write", marks=pytest.mark.long)])
-@pytest.mark.parametrize(("model", "mesh", "layout"), CASES)
+ALL_WRITE = {"stages": pytest.mark.long}
+"""Stages have the most to move; the other models' weights are moved in the same way."""
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "layout", "devices"),
+    [
+        pytest.param(
+            *case.values,
+            devices,
+            id=f"{case.id}-{devices}",
+            marks=[*case.marks, *([mark] if mark else [])],
+        )
+        for case in CASES
+        for devices, mark in (
+            ("one writes", None),
+            ("all write", ALL_WRITE.get(str(case.id), pytest.mark.exhaustive)),
+        )
+    ],
+)
 def test_sample_equals_that_of_one_device(model, mesh, layout, devices, monkeypatch):
     program = program_of(mesh, **model, **layout)
     if devices == "all write":

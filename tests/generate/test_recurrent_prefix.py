@@ -72,7 +72,7 @@ SYSTEM = tokens(0, 35)
 """Two chunks, and three tokens."""
 EVERY = [
     ("M*", "1x2", {}),
-    pytest.param("MG", "1x1", {}, marks=pytest.mark.long),
+    pytest.param("MG", "1x1", {}, marks=pytest.mark.exhaustive),
     pytest.param("M*G-", "1x2", {"dtype": "bfloat16"}, marks=pytest.mark.long),
     pytest.param("HM", "2x2", {"chunks": (8, 16)}, marks=pytest.mark.exhaustive),
     pytest.param("MZz", "1x2", {}, marks=pytest.mark.long),
@@ -168,7 +168,7 @@ def test_prompts_that_are_scored_or_counted() -> None:
     [
         ("M*", "1x2"),
         pytest.param("G*", "1x4", marks=pytest.mark.long),  # two groups on four ranks
-        pytest.param("HM", "2x2", marks=pytest.mark.long),
+        pytest.param("HM", "2x2", marks=pytest.mark.exhaustive),
         pytest.param("MZz", "1x2", marks=pytest.mark.long),
     ],
 )

@@ -43,8 +43,9 @@ STAGES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(RING, marks=pytest.mark.long),
-        pytest.param(RING | DOCUMENTS | {"context_method": "all-gather"}, marks=pytest.mark.long),
+        # Those of H100s below are of these, too.
+        pytest.param(RING, marks=pytest.mark.exhaustive),
+        pytest.param(RING | DOCUMENTS | {"context_method": "all-gather"}, marks=pytest.mark.exhaustive),
         pytest.param(GROUPED | {"zero": 3, "recompute": "none"}, marks=pytest.mark.long),
         pytest.param(BERT, marks=pytest.mark.long),
         pytest.param(RING | {"family": "llama", **LATENT}, marks=pytest.mark.long),

@@ -123,7 +123,14 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("settings", [*SPLIT[:2], *(pytest.param(each, marks=pytest.mark.long) for each in SPLIT[2:])])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *SPLIT[:2],
+        pytest.param(SPLIT[2], marks=pytest.mark.exhaustive),
+        *(pytest.param(each, marks=pytest.mark.long) for each in SPLIT[3:]),
+    ],
+)
 def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
     assert report.verdict.violations == ()
@@ -208,7 +215,10 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "attention",
-    [pytest.param("auto", marks=pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13")), "xla"],
+    [
+        pytest.param("auto", marks=pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13")),
+        pytest.param("xla", marks=pytest.mark.exhaustive if has_cudnn else ()),
+    ],
 )
 def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention):
     """With cuDNN's attention and with XLA's; what the loss scale adds is a few scalars."""
@@ -232,7 +242,7 @@ needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13"
 
 @needs_aot
 @pytest.mark.long
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.exhaustive), "full"])
 def test_blocks_of_causal_attention_leave_out_the_keys_behind_their_span_on_h100(recompute, monkeypatch):
     """Four spans of two blocks each, whose FLOPs are 5/8 of those of all scores."""
     monkeypatch.setattr(attention_kernel, "SCORES_AT_A_TIME", 1)
@@ -253,8 +263,16 @@ def test_blocks_of_causal_attention_leave_out_the_keys_behind_their_span_on_h100
         pytest.param({"attention": "cudnn", "attention_window": 16, "window_layers": "SF"}, "cudnn", marks=needs_cudnn),
         pytest.param({"attention": "cudnn", "head_dim": 256}, "cudnn", marks=needs_cudnn),
         ({"attention": "blocks", "reset_attention_mask": True, "attention_window": 16}, "blocks"),
-        ({"attention": "pallas", "attention_dropout": 0.1, "recompute": "none"}, "pallas"),
-        ({"attention": "pallas", "family": "llama", "num_kv_heads": 2, "reset_attention_mask": True}, "pallas"),
+        (
+            {"attention": "pallas", "family": "llama", "num_kv_heads": 2, "reset_attention_mask": True}
+            | {"attention_dropout": 0.1},
+            "pallas",
+        ),
+        pytest.param(
+            {"attention": "pallas", "attention_dropout": 0.1, "recompute": "none"},
+            "pallas",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_kernels_keep_the_contract_and_the_flops_of_theory_on_h100(fields, kernel):

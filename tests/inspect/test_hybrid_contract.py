@@ -33,7 +33,8 @@ def hybrid(pattern: str, **fields):
     ("pattern", "fields"),
     [
         pytest.param("M-*", {**SPLIT, "zero": 1}, marks=RARE),
-        pytest.param("G-*", {**SPLIT, **GATED, "zero": 1}, marks=LONG),
+        pytest.param("G-*", {**SPLIT, **GATED, "zero": 1}, marks=RARE),
+        pytest.param("GE*", {**SPLIT, **GATED, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=LONG),
         pytest.param("GE*", {**GATED, "zero": 3, "num_experts": 4, "expert_size": 64}, marks=RARE),
         pytest.param("G*G*", {**GATED, "mesh": "2x2x2", "ssm_groups": 1, "recompute": "none"}, marks=RARE),
         pytest.param("M-M*M-", {**SPLIT, "zero": 1}, marks=RARE),
@@ -59,7 +60,7 @@ def hybrid(pattern: str, **fields):
         pytest.param("M*M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=LONG),
         pytest.param("M*-M", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=RARE),
         pytest.param("M-M*M-M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=RARE),
-        pytest.param("ME*", {**SPLIT, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=LONG),
+        pytest.param("ME*", {**SPLIT, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=RARE),
         pytest.param("M-M*M-", {**SPLIT, "zero": 1, "mesh": "8x8", "ssm_groups": 8, "num_heads": 8}, marks=RARE),
     ],
 )

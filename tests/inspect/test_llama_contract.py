@@ -143,7 +143,7 @@ def test_sums_of_microbatches_may_be_reduced_where_no_loop_over_layers_is(
         ({**LLAMA, "num_kv_heads": 4, "num_heads": 8, **DIFFERENT}, 0),
         ({**LLAMA, "sequence_parallel": True, "zero": 3, "qk_norm": True}, SHARED),
         pytest.param({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED, marks=pytest.mark.long),
-        pytest.param({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED, marks=pytest.mark.long),
+        pytest.param({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED, marks=pytest.mark.exhaustive),
         pytest.param({**LATENTS, "q_lora_rank": 0, "recompute": "none"}, 0, marks=pytest.mark.long),
         ({**LATENTS, "sequence_parallel": True, "zero": 1}, 0),
         pytest.param(AHEAD | {"mesh": "data=2,stage=2,model=2", "zero": 2}, 0, marks=pytest.mark.exhaustive),

@@ -32,7 +32,7 @@ def check(report: Report) -> None:
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
         {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4},
-        LATENTS | {"sequence_parallel": True, "zero": 1},
+        pytest.param(LATENTS | {"sequence_parallel": True, "zero": 1}, marks=pytest.mark.exhaustive),
         pytest.param(LATENTS, marks=pytest.mark.exhaustive),
         pytest.param(LATENTS | {"q_lora_rank": 0, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
         pytest.param(LATENTS | {"lora_targets": "mlp", "sequence_parallel": True}, marks=pytest.mark.exhaustive),
@@ -65,18 +65,16 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2,
     "settings",
     [
         {"sequence_parallel": True, "zero": 1, "shared_expert_size": 32, "shared_expert_gate": True},
-        *(
-            pytest.param(settings, marks=pytest.mark.long)
-            for settings in (
-                {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
-                {"lora_targets": "attention", "sequence_parallel": True},
-            )
+        pytest.param(
+            {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
+            marks=pytest.mark.long,
         ),
         *(
             pytest.param(settings, marks=pytest.mark.exhaustive)
             for settings in (
                 {"shared_expert_size": 32, "expert_bias": True, "zero": 3, "first_dense_layers": 1},
                 {"mesh": "2x4", "capacity_factor": 1.0},
+                {"lora_targets": "attention", "sequence_parallel": True},
             )
         ),
     ],
@@ -91,7 +89,7 @@ def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"mesh": "2x2", "sequence_parallel": True},
         LATENTS | {"mesh": "2x2", "sequence_parallel": True, "num_layers": 1, "global_batch_size": 4},
     ],

@@ -238,6 +238,7 @@ def test_the_newest_trace_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("bare_end")
 def test_a_run_that_was_traced_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Launcher.prepare(tmp_path)
     run = launcher.train_here("traced", "--profile", "3:5")

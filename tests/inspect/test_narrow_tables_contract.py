@@ -20,7 +20,7 @@ STAGES: dict[str, Any] = {"mesh": "2x2x2", "num_layers": 4, "sequence_parallel":
 @pytest.mark.parametrize(
     "fields",
     [
-        {"sequence_parallel": True, "zero": 3},
+        pytest.param({"sequence_parallel": True, "zero": 3}, marks=pytest.mark.exhaustive),
         {**STAGES, "zero": 1},
         pytest.param({"mesh": "data=1,context=2,model=2"}, marks=pytest.mark.exhaustive),
         pytest.param({"tie_embeddings": False, "zero": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive),

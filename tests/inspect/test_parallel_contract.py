@@ -31,7 +31,7 @@ def reduced(settings: dict[str, Any], target: str) -> list[int]:
         pytest.param({"num_kv_heads": 2, "sequence_parallel": True}, 1, marks=pytest.mark.exhaustive),
         pytest.param({"parallel_residual": "two_norms", "recompute": "none"}, 2, marks=pytest.mark.long),
         pytest.param({"recompute": "none", "num_layers": 2, "unroll_layers": True}, 1, marks=pytest.mark.long),
-        pytest.param({"mesh": "data=2,context=2,model=2", "zero": 3}, 1, marks=pytest.mark.long),
+        pytest.param({"mesh": "data=2,context=2,model=2", "zero": 3}, 1, marks=pytest.mark.exhaustive),
     ],
     ids=["split sequences", "two norms", "unrolled", "context, ZeRO-3"],
 )

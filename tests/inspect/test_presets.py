@@ -141,7 +141,10 @@ def test_presets_keep_their_contract_on_h100(name, zero, split, one_sample):
 @needs_aot
 @pytest.mark.parametrize(
     "settings",
-    [{"zero": 3}, {"family": "llama", "num_kv_heads": 2, "recompute": "none"}],
+    [
+        {"zero": 3},
+        pytest.param({"family": "llama", "num_kv_heads": 2, "recompute": "none"}, marks=pytest.mark.exhaustive),
+    ],
     ids=["GPT, ZeRO-3", "Llama with shared heads"],
 )
 def test_one_sample_of_split_sequences_is_gathered_once_for_both_products(settings):

@@ -1,6 +1,7 @@
 """What H100 programs lay out in memory: nothing before it is needed, and no stack a second time in another order."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from mtjax import config as configs
 from mtjax.inspect.hlo import Instruction
@@ -31,6 +32,11 @@ def filled(report: Report) -> list[tuple[str, list[int]]]:
     return [(array.dtype, sorted(array.dims)) for i in made for array in i.arrays]
 
 
+@cache
+def report_with_zero_3() -> Report:
+    return inspect(tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3), find_target("h100x8"))
+
+
 @needs_aot
 def test_no_stack_of_queries_keys_and_values_is_turned() -> None:
     report = inspect(tiny(**SPLIT, recompute="selective", zero=2), find_target("h100x8"))
@@ -59,9 +65,8 @@ def test_stacks_that_zero_gathers_once_are_laid_out_as_they_are_read() -> None:
 @needs_aot
 def test_stacks_of_which_zero_3_gathers_a_layer_at_a_time_are_read_as_they_are() -> None:
     """An MLP's second matrix is split along an inner dimension, and a gather sends the outermost: of one layer."""
-    run = tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3)
     size = LAYERS * 64 * 4 * 64 // 8
-    found = executed(inspect(run, find_target("h100x8")))
+    found = executed(report_with_zero_3())
     ordered = [i.op_name for i in found for a in i.arrays if a.elements == size and "transpose" in i.name]
     # Stacks of gradients are transposed behind the loop.
     assert [name for name in ordered if "/transpose(jvp(layers))" not in name] == []
@@ -70,8 +75,7 @@ def test_stacks_of_which_zero_3_gathers_a_layer_at_a_time_are_read_as_they_are()
 
 @needs_aot
 def test_the_gradient_of_the_embedding_does_not_wait_from_the_beginning() -> None:
-    run = tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3)
-    found = filled(inspect(run, find_target("h100x8")))
+    found = filled(report_with_zero_3())
     assert found.count(("f32", [64, VOCABULARY // 4])) == 1  # the output table's, to which chunks of tokens add
 
 

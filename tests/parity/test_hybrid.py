@@ -79,7 +79,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     ("pattern", "mesh", "fields"),
     [
         ("MM", "1x1", {"ssm_heads": 8}),
-        pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
+        pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.exhaustive),
         ("M-M*-", "2x2", {"sequence_parallel": True}),
         ("MZMzZ", "2x2", {**SHARED, "sequence_parallel": True, "ssm_rate_floor": 0.001}),
         pytest.param("ZMZ", "1x1", {**SHARED, **ONE_BLOCK, "ssm_rate_floor": 0.3}, marks=pytest.mark.exhaustive),

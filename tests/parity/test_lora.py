@@ -143,7 +143,7 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
         ("YoutuForCausalLM", LATENT),
         ("Qwen3MoeForCausalLM", EXPERTS),
         ("GptOssForCausalLM", STACKED),
-        pytest.param("GraniteMoeForCausalLM", STACKED, marks=pytest.mark.long),
+        pytest.param("GraniteMoeForCausalLM", STACKED, marks=pytest.mark.exhaustive),
         ("Qwen3NextForCausalLM", DELTA),
         pytest.param("Zamba2ForCausalLM", BLOCKS, marks=pytest.mark.long),
         pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.exhaustive),

@@ -71,7 +71,7 @@ def apart(named: Named, config: Config) -> dict[str, np.ndarray]:
     [
         ("Ministral", {"attention_window": 7, "window_layers": "SFS"}, "2x4"),
         ("Ministral", {"attention_window": 5, "window_layers": "FS"}, "data=1,context=2,model=2"),
-        ("Mistral", {"attention_window": 9}, "data=1,context=4,model=1"),
+        pytest.param("Mistral", {"attention_window": 9}, "data=1,context=4,model=1", marks=pytest.mark.exhaustive),
         ("SmolLM3", {"rope_layers": "RNR"}, "2x4"),
         ("SmolLM3", {"position": "none"}, "1x1"),
         ("Phi3", LONG | {"rope_original_length": 64}, "1x1"),
@@ -104,7 +104,11 @@ def test_layers_with_a_window_have_a_base_of_their_own_which_is_not_scaled() -> 
 
 @pytest.mark.parametrize(
     ("kind", "scaled", "mesh"),
-    [("Falcon", True, "2x4"), ("Bloom", False, "1x1"), ("Bloom", False, "data=1,context=2,model=2")],
+    [
+        ("Falcon", True, "2x4"),
+        pytest.param("Bloom", False, "1x1", marks=pytest.mark.exhaustive),
+        ("Bloom", False, "data=1,context=2,model=2"),
+    ],
 )
 def test_alibi_is_that_of_transformers(kind: str, scaled: bool, mesh: str) -> None:
     """12 heads, no power of 2. BLOOM is without the norm of its embeddings."""

@@ -63,9 +63,16 @@ def test_a_window_keeps_and_reads_its_tokens_alone() -> None:
 COMPILED = [
     ("cpu", "gpt2-355m", 64, 256, {"mesh": "1x4"}),
     pytest.param("cpu", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4} | WINDOW, marks=pytest.mark.long),
-    pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=pytest.mark.aot),
+    pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=[pytest.mark.aot, pytest.mark.exhaustive]),
     pytest.param("h100x8 int8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
-    pytest.param("h100x8 int8", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
+    pytest.param(
+        "h100x8 int8",
+        "llama3-8b",
+        8,
+        1024,
+        {"mesh": "1x8", "num_kv_heads": 4},
+        marks=[pytest.mark.aot, pytest.mark.exhaustive],
+    ),
     pytest.param("h100x8 fp8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 cache", "gpt2-355m", 64, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int4", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),

@@ -51,8 +51,9 @@ def by_sorting(candidates: list[search.Candidate], most: int, limit: float = mat
         ("zamba2-1.2b", {}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("gpt2-1.2b", {}), ("llama3-8b", {"fp8": "tensorwise"}), ("nemotron-h-8b", {}))
+            for case in (("llama3-8b", {"fp8": "tensorwise"}), ("nemotron-h-8b", {}))
         ),
+        pytest.param("gpt2-1.2b", {}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3-30b-a3b", {}, marks=pytest.mark.exhaustive),
     ],
 )

@@ -108,6 +108,7 @@ def test_a_store_that_comes_back_costs_nothing_and_one_that_does_not_a_save(
     assert said == [note]
 
 
+@pytest.mark.parametrize("store", ["s3", pytest.param("gs", marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_run_in_a_store_stops_and_goes_on_like_one_on_a_disk(
     store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -94,7 +94,7 @@ LONG = [
     ("Retro, encoder frozen", "tensor and sequence"),
     ("GPT", "groups of tokens"),
 ]
-LONG += [("GPT", "groups on stages"), ("sinks", "ZeRO-2"), ("distillation", "tensor and sequence")]
+LONG += [("sinks", "groups on stages"), ("distillation", "tensor and sequence")]
 
 
 def is_allowed(feature: str, mesh: str) -> bool:

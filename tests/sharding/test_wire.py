@@ -84,7 +84,7 @@ def of_one_sample() -> list[Any]:
     [
         ("4x2", {"sequence_parallel": True, "microbatch_size": 1}, 2),
         pytest.param("2x2x2", {"zero": 2, "microbatch_size": 1}, 1, marks=pytest.mark.long),
-        pytest.param("4x2", {"zero": 1, "microbatch_size": None}, 2, marks=pytest.mark.long),
+        pytest.param("4x2", {"zero": 1, "microbatch_size": None}, 2, marks=pytest.mark.exhaustive),
         pytest.param("2x4", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, 2, marks=pytest.mark.long),
         pytest.param("2x2x2", {"zero": 0, "microbatch_size": 1}, 4, marks=pytest.mark.long),
     ],

@@ -45,7 +45,7 @@ CASES: list[Any] = [
         "data=2,context=2,model=2",
         LLAMA | DOCUMENTS,
         {"recompute": "full", "sequence_parallel": True, "microbatch_size": 1, "zero": 3},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,  # a pattern's attention has documents on a ring: families/hybrid/test_model.py
     ),
     pytest.param(
         "data=2,context=2,model=2",
@@ -62,7 +62,7 @@ CASES: list[Any] = [
     ),
     pytest.param(
         "data=1,context=4,model=2",
-        BERT,
+        BERT | PLAIN,
         {"recompute": "full", "sequence_parallel": True, "microbatch_size": 2, "zero": 2},
         marks=pytest.mark.long,
     ),

@@ -88,7 +88,7 @@ CASES: list[Any] = [
         "data=1,expert=4,model=2",
         CAPACITY | PLAIN,
         {"sequence_parallel": True, "zero": 1, "microbatch_size": 1, "recompute": "full"},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=2,expert=2,model=2", BIASED | PLAIN, EXCHANGE, marks=pytest.mark.long),
     pytest.param(
@@ -129,7 +129,7 @@ PADDING: list[Any] = [
         "data=2,expert=2,model=2",
         DEEPSEEK | PADDED,
         EXCHANGE,
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,context=2,expert=2,model=2",
@@ -210,8 +210,8 @@ MIXED: list[Any] = [
 CONTEXT: list[Any] = [
     pytest.param(
         "data=1,context=2,expert=2,model=2",
-        DEEPSEEK,
-        {"expert_dispatch": "all-to-all", "sequence_parallel": True, "zero": 1, "recompute": "full"},
+        DEEPSEEK | PADDED,
+        {"expert_dispatch": "all-to-all", "sequence_parallel": True, "zero": 3, "recompute": "full"},
         marks=pytest.mark.long,
     ),
     pytest.param(

@@ -283,14 +283,25 @@ MESHES = [
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.exhaustive),
-    pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
+    pytest.param(
+        "data=1,stage=2,context=2",
+        {"microbatch_size": 2, "position": "rope", "sequence_length": 32},
+        id="stages, context",
+        marks=LONG,
+    ),
+    pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.exhaustive),
     pytest.param(
         "4x1",
         {"zero": 3, "num_layers": 6, "fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1},
         id="layers in 16 bits",
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
-    pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
+    pytest.param(
+        "data=1,context=2",
+        {"position": "rope", "sequence_length": 32},
+        id="context",
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(
         "2x2",
         {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS},
@@ -307,11 +318,20 @@ MESHES = [
     pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=pytest.mark.exhaustive),
     pytest.param(
         "2x2",
-        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "fp8_scales": "exact"},
-        id="exact scales",
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "fp8_scales": "exact", "num_layers": 4}
+        | {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1},
+        id="exact scales, layers in 16 bits",
         marks=LONG,
     ),
-    pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
+    pytest.param(
+        "2x2",
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "fp8_scales": "exact"},
+        id="exact scales",
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=pytest.mark.exhaustive
+    ),
     pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=pytest.mark.exhaustive),
     pytest.param(
         "1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=pytest.mark.exhaustive
@@ -327,8 +347,13 @@ MESHES = [
     [
         pytest.param("4x1", {"zero": 3, "num_layers": 5}, marks=pytest.mark.exhaustive),
         pytest.param("2x1", {"zero": 1, "num_layers": 5}, marks=pytest.mark.exhaustive),
-        ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),  # ranks have other layers
-        ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
+        # Ranks have other layers.
+        (
+            "3x1",
+            {"zero": 2, "num_layers": 3, "global_batch_size": 6, "microbatch_size": 1, "recompute": "full"},
+        ),
+        pytest.param("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}, marks=pytest.mark.exhaustive),
+        pytest.param("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
         pytest.param("2x1", {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
         pytest.param("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}, marks=pytest.mark.exhaustive),
         pytest.param("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
@@ -404,7 +429,7 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
 
 
 @LONG
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("offload", [pytest.param("none", marks=pytest.mark.exhaustive), "optimizer"])
 def test_losses_of_a_student_do_not_depend_on_the_mesh(offload: str) -> None:
     fields = {"fp8": "delayed", "family": "llama", "task": "chat", "teacher": "a test", "teacher_width": 24, **PLAIN}
     found = numbers(program_of("2x2", zero=1, microbatch_size=2, offload=offload, **fields), BATCHES[0])

@@ -79,7 +79,11 @@ def decayed(program: TrainStep) -> list[str]:
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", *(pytest.param(name, marks=pytest.mark.long) for name in ("muon", "adafactor", "lion", "sgd"))],
+    [
+        "adamw",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("muon", "adafactor")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
+    ],
 )
 def test_an_update_below_half_of_the_precision_is_made_by_chance(optimizer: str) -> None:
     """One step against float64: one of the two neighbours, the nearer one more often; many steps: the mean is right."""
@@ -107,9 +111,13 @@ def test_an_update_below_half_of_the_precision_is_made_by_chance(optimizer: str)
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param("2x2x2", {"zero": 1, "microbatch_size": 1, "layers_per_stage": (2, 1)}, marks=pytest.mark.long),
         pytest.param(
-            "1x2x1", {"offload": "optimizer", "layers_per_stage": (2, 1), "microbatch_size": 2}, marks=pytest.mark.long
+            "2x2x2",
+            {"zero": 1, "offload": "optimizer", "microbatch_size": 1, "layers_per_stage": (2, 1)},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "2x2x2", {"zero": 1, "microbatch_size": 1, "layers_per_stage": (2, 1)}, marks=pytest.mark.exhaustive
         ),
         pytest.param("4x2", {"zero": 3}, marks=pytest.mark.exhaustive),
         pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.exhaustive),
@@ -139,8 +147,10 @@ CASES = [
     pytest.param("2x1", {"zero": 3, "unroll_layers": True}, marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1, "unroll_layers": True}, marks=pytest.mark.exhaustive),
     pytest.param("2x2x2", {"zero": 2, "microbatch_size": 1, "layers_per_stage": (2, 1)}, marks=pytest.mark.exhaustive),
-    pytest.param("data=2,shard=2", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.long),
-    pytest.param("context=2,expert=2", {"zero": 1, "num_experts": 4}, marks=pytest.mark.long),
+    pytest.param("data=2,shard=2", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
+    pytest.param(
+        "shard=2,context=2,expert=2", {"zero": 1, "num_experts": 4, "microbatch_size": 1}, marks=pytest.mark.long
+    ),
     pytest.param("2x1", {"zero": 1, "tie_embeddings": True}, marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1, "fp8": "delayed", "hidden_size": 64, "mlp_size": 64}, marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 2, "lora_rank": 4}, marks=pytest.mark.long),

@@ -70,8 +70,8 @@ CASES = [
     pytest.param(
         "2x2x1", BOTH, {"num_layers": 4, "zero": 1, "microbatch_size": 1, "chunks": 2} | GROWN, marks=EXHAUSTIVE
     ),
-    pytest.param("2x1", BOTH, {"compute_dtype": "float16"}, marks=LONG),
-    pytest.param("2x1", BOTH, {"num_layers": 1, "zero": 1}, marks=LONG),
+    pytest.param("2x1", BOTH, {"compute_dtype": "float16", "num_layers": 1, "zero": 1}, marks=LONG),
+    pytest.param("2x1", BOTH, {"compute_dtype": "float16"}, marks=EXHAUSTIVE),
     pytest.param(
         "2x1", BOTH, {"family": "t5", "zero": 1, "num_kv_heads": None, "microbatch_size": 2}, marks=EXHAUSTIVE
     ),

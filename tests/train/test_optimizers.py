@@ -90,7 +90,7 @@ def reference(program: Any) -> Any:
 
 
 CASES = [
-    pytest.param("muon", "1x1", {}, marks=pytest.mark.long),
+    pytest.param("muon", "1x1", {}, marks=pytest.mark.exhaustive),
     pytest.param("muon", "2x2", {"zero": 1, **LLAMA}, marks=pytest.mark.long),
     pytest.param("muon", "4x2", {"zero": 3, "num_layers": 3}, marks=pytest.mark.long),
     ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),

@@ -75,7 +75,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
     ),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 1, **LATENT, **PLAIN}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
-    ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
+    ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1, **PLAIN}),
 ]
 RARE: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_stages_is_converted_layer_by_layer(tmp_path, case):
 @pytest.mark.long
 def test_an_overflow_on_one_stage_skips_the_step_on_all():
     """float16: the scale is much too large, so that gradients overflow; parameters stay, and the scale shrinks."""
-    fields = {**COVERING[0][1], "compute_dtype": "float16", "initial_loss_scale": 2.0**40, "hysteresis": 1}
+    fields = {**COVERING[0][1], **PLAIN, "compute_dtype": "float16", "initial_loss_scale": 2.0**40, "hysteresis": 1}
     program = staged("2x2x2", fields)
     before = program.initialize(0)
     kept = fingerprints(before)

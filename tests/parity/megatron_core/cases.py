@@ -282,7 +282,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "layouts": ("dp_reshardable", "torch", "fully_reshardable"),
     },
     "llama without the distributed optimizer": {"distributed": False, "layouts": ("",)},
-    "llama, interleaved stages": {"degrees": (2, 2, 2, 1), "bf16": True, "trained": False},
+    "llama, interleaved stages": {"degrees": (2, 2, 2, 1), "bf16": True, "trained": False, "rare": True},
     "gpt, a copy of the embedding": {
         "model": "gpt",
         "degrees": (2, 2, None, 1),
@@ -309,6 +309,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
         "arguments": {"decoder_first_pipeline_num_layers": 3},
         "trained": False,
+        "rare": True,
     },
     "llama, embedding and loss count as layers": {
         "degrees": (1, 2, 2, 1),
@@ -319,10 +320,11 @@ RESUMED: dict[str, dict[str, Any]] = {
             "account_for_loss_in_pipeline_split": True,
         },
         "trained": False,
+        "rare": True,
     },
     "llama, stages by a layout": {
         "degrees": (1, 2, 2, 1),
-        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "layouts": ("dp_reshardable", "torch"),
         "arguments": {"pipeline_model_parallel_layout": "E|t*2,|t,|tL"},
         "trained": False,
     },
@@ -337,9 +339,10 @@ RESUMED_AS: dict[str, Any] = {
     "layouts": ("fully_reshardable", "dp_reshardable"),
     "arguments": {},
     "trained": True,
+    "rare": False,
 }
 """`arguments` are in place of the model's, `bucket` is the least size of a bucket, `layouts` those of the optimizer;
-states of a run that is not trained are random."""
+states of a run that is not trained are random; of one that is rare every setting is in another case or test."""
 TINY_RUN = {"tiny": RESUMED_AS | {"model": "tiny", "degrees": (2, 2, None, 1), "bf16": True, "trained": False}}
 """The run in `tests/convert/resumed.zip`."""
 RESUMED = {name: RESUMED_AS | case for name, case in RESUMED.items()}

@@ -1,12 +1,13 @@
 """Runs of megatron-core with its distributed optimizer, in four processes by gloo: saved, gone on with, and resumed.
 
 `python -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank; `ranks` of this folder starts them.
-`train` trains the cases of `RESUMED` for `SAVED` steps, saves each with several layouts of the optimizer, and goes on
-to the end: `NAME-train.npz` has the losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from
-there. `tiny` writes what `tests/convert/resumed.zip` holds.
+`train` trains the cases of `RESUMED` that `FOLDER/cases.json` names for `SAVED` steps, saves each with several layouts
+of the optimizer, and goes on to the end: `NAME-train.npz` has the losses. `resume` loads what mtjax wrote,
+`FOLDER/written/NAME`, and goes on from there. `tiny` writes what `tests/convert/resumed.zip` holds.
 """
 
 import argparse
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -239,12 +240,12 @@ class Trained:
 def main(mode: str, folder: Path) -> None:
     """All cases."""
     init_ranks(folder / "saved" if mode == "train" else None)
-    for name, case in (TINY_RUN if mode == "tiny" else RESUMED).items():
+    named = set(json.loads((folder / "cases.json").read_text())) if mode != "tiny" else {*TINY_RUN}
+    for name, case in (RESUMED | TINY_RUN).items():
+        if name not in named or (mode == "resume" and not (folder / "written" / name).exists()):
+            continue
         run, first = Trained(folder, name), 0
         if mode == "resume":
-            if not (folder / "written" / name).exists():
-                run.close()
-                continue
             first = run.load(folder / "written" / name)
         losses = []
         if mode != "resume" and not case["trained"]:
