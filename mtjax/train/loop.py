@@ -23,6 +23,7 @@ from mtjax.runtime.processes.signals import StopRequest
 from mtjax.runtime.train_state import State
 from mtjax.storage import shown
 from mtjax.train.changes import parse_allowed
+from mtjax.train.device_checks import check_devices
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.first_scales import FirstScales
 from mtjax.train.folder.run_folder import claim_folder, writing
@@ -43,8 +44,6 @@ from mtjax.train.setup import (
     BestCheckpoint,
     ChooseMesh,
     RunEnvironment,
-    check_comparable,
-    check_memory,
     find_past,
     nothing_to_do,
     open_best_checkpoint,
@@ -150,8 +149,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
     prepare_after = partial(prepare, config, environment, objective, allowed, times)
     prepared = prepare_after(find_past(config.output, environment.out))
     config, data, program = prepared.config, prepared.data, prepared.program
-    check_memory(program)
-    check_comparable(program)
+    check_devices(program)
     if (evaluations := this_start.evaluations) is not None:
         evaluations.open(program, data)
     if environment.weights is not None:

@@ -18,7 +18,7 @@ from mtjax.analysis.counts import parameters
 from mtjax.config import Config, Output
 from mtjax.config.horizon import Horizon
 from mtjax.data import BatchSchedule
-from mtjax.data.cache import Cache, machine_memory
+from mtjax.data.cache import Cache
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check_config, check_ramp
 from mtjax.layout.float8 import float8_note
@@ -196,42 +196,6 @@ def prepare(
     return Prepared(
         resolved, run_data, make_train_step(with_horizon(resolved, horizon), environment.mesh), horizon, past
     )
-
-
-def check_memory(program: TrainStep) -> None:
-    """Checks that parameters and optimizer state fit the memory of this process's devices, before they are allocated.
-
-    Raises:
-      UserError: they do not fit.
-    """
-    devices = jax.local_devices()
-    leaves = jax.tree.leaves(program.abstract_state)
-    bytes_per_device = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
-    if devices[0].platform == "cpu":
-        # Virtual devices share the machine's memory.
-        sharing_devices, memory = len(devices), machine_memory()
-    else:
-        sharing_devices, memory = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    if bytes_per_device * sharing_devices > memory:
-        raise UserError(
-            f"parameters and optimizer state need {bytes_per_device * sharing_devices / 1e9:,.1f} GB of memory, and "
-            f"{memory / 1e9:,.1f} GB are available: use a smaller model or more devices (mtjax plan --gpus N finds "
-            "a mesh)"
-        )
-
-
-def check_comparable(program: TrainStep) -> None:
-    """Checks that steps are deterministic if the run is to compare them bit by bit.
-
-    Raises:
-      UserError: they are not deterministic.
-    """
-    training, platform = program.config.training, program.mesh.devices.flat[0].platform
-    if training.check_replicas and platform != "cpu" and not training.deterministic:
-        raise UserError(
-            "check_replicas compares steps bit by bit, and operations on GPUs are not deterministic by default: "
-            "add --deterministic"
-        )
 
 
 def portable_config(config: Config) -> Config:

@@ -34,7 +34,7 @@ from mtjax.runtime.xla_options import (
     deterministic,
     traced,
 )
-from mtjax.train.setup import check_comparable
+from mtjax.train.device_checks import check_comparable, check_devices
 from mtjax.train.step import make_train_step
 from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
@@ -135,6 +135,28 @@ def test_steps_are_compared_where_they_must_be_the_same(fields):
     check_comparable(SimpleNamespace(config=tiny_config(**({"check_replicas": 5} | fields)), mesh=mesh))
     with pytest.raises(UserError, match="not deterministic by default: add --deterministic"):
         check_comparable(SimpleNamespace(config=tiny_config(check_replicas=5), mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields", "runs"),
+    [
+        ("2x2", {}, False),
+        ("2x1", {}, True),
+        ("2x2", {"zero": 1}, True),
+        ("2x2", {"compute_dtype": "float32"}, True),
+        ("2x2", {"unroll_layers": False}, True),
+    ],
+    ids=str,
+)
+def test_a_product_that_xla_can_not_run_on_cpus_is_refused(mesh, fields, runs):
+    """The process would end without a message."""
+    settings = {"family": "llama", "zero": 3, "unroll_layers": True, "compute_dtype": "bfloat16", "recompute": "none"}
+    program = program_of(mesh, **{**settings, "hidden_dropout": 0.0, "attention_dropout": 0.0, **fields})
+    if runs:
+        check_devices(program)
+        return
+    with pytest.raises(UserError, match="--activation swiglu and tensor parallelism needs --compute-dtype float32"):
+        check_devices(program)
 
 
 @needs_aot
