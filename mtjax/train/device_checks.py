@@ -70,7 +70,8 @@ def check_products(program: TrainStep) -> None:
     shares = (
         run.parallel.zero == 3 and Plan.of(run, program.mesh_shape).tensor_degree > 1 and run.model.activation in GATED
     )
-    if platform == "cpu" and run.training.unroll_layers and shares and run.training.compute_dtype != "float32":
+    narrow_and_gated = run.training.compute_dtype != "float32" and run.model.activation in GATED
+    if platform == "cpu" and run.training.unroll_layers and shares and narrow_and_gated:
         raise UserError(
             f"on CPUs, --unroll-layers with --zero 3, --activation {run.model.activation} and tensor parallelism needs "
             f"--compute-dtype float32, not {run.training.compute_dtype}: set it, or leave --unroll-layers out"
