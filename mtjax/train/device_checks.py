@@ -67,11 +67,9 @@ def check_products(program: TrainStep) -> None:
     # XLA: for CPUs it compiles the float32 gradient of gate and up from 16-bit operands where tensor parallel ranks
     # have parts of both, and the process ends when the product runs.
     run, platform = program.config, program.mesh.devices.flat[0].platform
-    shares = (
-        run.parallel.zero == 3 and Plan.of(run, program.mesh_shape).tensor_degree > 1 and run.model.activation in GATED
-    )
-    narrow_and_gated = run.training.compute_dtype != "float32" and run.model.activation in GATED
-    if platform == "cpu" and run.training.unroll_layers and shares and narrow_and_gated:
+    gated = run.parallel.zero == 3 and run.model.activation in GATED
+    shared = gated and Plan.of(run, program.mesh_shape).tensor_degree > 1
+    if platform == "cpu" and run.training.unroll_layers and shared and run.training.compute_dtype != "float32":
         raise UserError(
             f"on CPUs, --unroll-layers with --zero 3, --activation {run.model.activation} and tensor parallelism needs "
             f"--compute-dtype float32, not {run.training.compute_dtype}: set it, or leave --unroll-layers out"
