@@ -210,7 +210,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan) -> float:
         return update + _staged_flops(computed_over(anatomy, plan.mesh), plan)
     anatomy = computed_over(anatomy, plan.mesh)
     flops = update + model_flops(anatomy) + taught_flops(anatomy, plan) + outside_again(anatomy, plan)
-    # A chunk's logits are computed again for its backward pass, so that only one chunk's are in memory.
+    # A chunk's logits are recomputed for its backward pass, so that only one chunk's are in memory.
     if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:

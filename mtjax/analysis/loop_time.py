@@ -23,7 +23,7 @@ def scan_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     computes again."""
     known = [kernels for part in stack.parts if (kernels := part.scan_kernels(plan)) is not None]
     forward, backward = (
-        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[:2][way])
+        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels.both[way])
         + sum(each.times * machine.overhead(*each[:3]) for kernels in known for each in kernels.short[way])
         for way in (0, 1)
     )

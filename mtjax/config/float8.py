@@ -61,7 +61,7 @@ def check_float8(config: Config) -> None:
 def _check_ends(config: Config) -> None:
     """Checks that some layers are left between those in 16 bits, and that they may run in loops of their own."""
     training, layers = config.training, config.model.num_layers
-    # Layers in 16 bits run in loops of their own before and behind the others, which these settings do not divide.
+    # Layers in 16 bits run in separate loops before and after the others, which these settings do not divide.
     for name in (name for name in ENDS if getattr(training, name)):
         typed = f"{name} {getattr(training, name)}"
         if sum(getattr(training, end) for end in ENDS) >= layers:

@@ -28,7 +28,7 @@ def check_latent_attention(model: Model) -> None:
             f"position rope rotates pairs of dimensions, and qk_rope_head_dim is {model.qk_rope_head_dim}: use an even "
             "number"
         )
-    # Configs of transformers state as many as heads, which is no error.
+    # Configs of transformers state as many as heads, which is allowed.
     if model.num_kv_heads not in (None, model.num_heads):
         raise UserError(
             f"num_kv_heads is {model.num_kv_heads}, and latent attention (kv_lora_rank {rank}) computes keys and "

@@ -40,7 +40,7 @@ def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_value(name: str, value: Any) -> Any:
-    # TOML values may be lists, which are no keys.
+    # TOML values may be lists, which can't be keys.
     return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
 
 

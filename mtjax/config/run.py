@@ -43,7 +43,7 @@ def replace(config: Config, **values: Any) -> Config:
         # The defaults replace settings that belonged to another family, but not those of the same call, which the user
         # chose.
         values = {**family_of(values["family"]).defaults, **values}
-    # A pattern that can't be read is no error here: `validate` names it with what is wrong.
+    # A pattern that can't be read is not reported here: `validate` names it with what is wrong.
     if layers := num_pattern_layers(values.get("layer_pattern", "")):
         values = {"num_layers": layers, **values}
     changed: dict[str, Any] = {}

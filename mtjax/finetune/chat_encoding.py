@@ -230,7 +230,7 @@ class ChatEncoder:
     def _end_of_answer(self, template: ChatTemplate) -> int | None:
         """Returns the first special token after an answer, if any."""
         messages = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PROBES[0]}]
-        # From a conversation of its own: whether an answer ends with a token depends on the template alone.
+        # From a separate conversation: whether an answer ends with a token depends on the template alone.
         after_answer = template.render(messages, to_be_answered=False).rpartition(PROBES[0])[2]
         tokens = self._tokenizer.encode_marked(after_answer)
         return next((token for token in tokens if is_special(self._tokenizer, token)), None)

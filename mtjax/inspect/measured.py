@@ -299,7 +299,7 @@ def check_same_run(trace: Path, config: Config) -> None:
     meshes = [theirs.parallel.mesh, config.parallel.mesh]
     if AUTO not in meshes and parse_mesh(meshes[0]) != parse_mesh(meshes[1]):
         differing.append(f"mesh is {meshes[0]} there and {meshes[1]} here")
-    # Names of instructions are no proof: XLA numbers those of all programs alike, such as fusion.12.
+    # Names of instructions prove nothing: XLA numbers those of all programs alike, such as fusion.12.
     for name in DECIDE:
         there, here = next((getattr(a, name), getattr(b, name)) for a, b in sections if hasattr(a, name))
         # What is left to be chosen (the kernel, the loop over layers) may have been chosen as the other one says.

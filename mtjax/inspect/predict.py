@@ -93,7 +93,7 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
-    # By formula: copies to the host are no operations on either clock of the walk.
+    # By formula: copies to the host are on neither clock of the walk.
     copying = exposed_host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
     seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak

@@ -131,7 +131,7 @@ def is_own_attention(text: str) -> bool:
 def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[BatchedMatmul]:
     """Returns the matmuls of an operation, with those of computations that it fuses or calls, each once."""
     direct = product_of(computation, instruction)
-    # Each once: loops are no operations that callers ask about, and a fusion runs what is in it once.
+    # Each once: callers do not ask about loops, and a fusion runs what is in it once.
     callees = ((callee, inner) for callee in module.callees(instruction) for inner in callee.instructions)
     return [*([direct] if direct else []), *(p for callee in callees for p in products_of(module, *callee))]
 

@@ -254,7 +254,7 @@ def replicated_parameters(step: CompiledStep, contract: Contract) -> list[str]:
         name = dotted(path)
         array = local.get("state.parameters" + jax.tree_util.keystr(path))
         sharded = [axis for axis in names if axis in contract.split]
-        # A parameter that the step never reads is no argument of the program.
+        # A parameter that the step never reads is not an argument of the program.
         if array is None or not sharded or degree == 1 or array.dims != shapes[name]:
             continue
         notes.append(

@@ -149,7 +149,7 @@ def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
     four times, ... as large.
     """
     inside, group = mesh.context * mesh.expert * mesh.model, gpus
-    # Up to all ranks: a group of all of them is no group.
+    # Up to all ranks: a group of all of them divides nothing.
     while group < mesh.data * inside:
         shard, remainder = divmod(group, inside)
         if not remainder and shard > 1 and mesh.data % shard == 0:

@@ -56,5 +56,5 @@ def slopes(heads: int) -> tuple[float, ...]:
     are, and for the others every second one of those for 2p heads."""
     power = 2 ** math.floor(math.log2(heads))
     first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
-    # For numbers that are no powers of 2, the others are those of the paper's code.
+    # For numbers that are not powers of 2, the others are those of the paper's code.
     return (*first, *(2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)))

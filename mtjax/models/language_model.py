@@ -27,6 +27,14 @@ from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
 
+Tree = Any
+Batch = Mapping[str, Any]
+Keys = Key[Array, " batch"] | None
+"""A dropout key per sample; None turns dropout off."""
+Microbatch = tuple[Batch, Batch, Keys]
+"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
+LOSS_WEIGHTS = "loss_weights"
+"""Weights of a batch's losses, with which a decoder sums them at once."""
 EMBEDDING_SITE = 2**31 - 1
 """Dropout site of the embeddings, distinct from every layer's number."""
 
@@ -112,16 +120,6 @@ class WithVocabulary(nnx.Module):
         # Accumulated in float32, as in the loss: differences of large logits matter.
         products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
         return options.logits(products, bias)
-
-
-Tree = Any
-Batch = Mapping[str, Any]
-Keys = Key[Array, " batch"] | None
-"""A dropout key per sample; None turns dropout off."""
-Microbatch = tuple[Batch, Batch, Keys]
-"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
-LOSS_WEIGHTS = "loss_weights"
-"""Weights of a batch's losses, with which a decoder sums them at once."""
 
 
 class HiddenStates(NamedTuple):

@@ -32,7 +32,7 @@ def loops_by_method(count: int, recompute: Recompute) -> list[Loop]:
     from mtjax.models.float8 import unquantized
 
     (loop,), (first, last) = loops, recompute.unquantized
-    # Loops of their own, as a loop's layers are one program.
+    # Separate loops, as all layers of a loop are one program.
     ends = [loop._replace(times=each, variant=unquantized) for each in (first, last)]
     return [loop for loop in (ends[0], loop._replace(times=count - first - last), ends[1]) if loop.times]
 

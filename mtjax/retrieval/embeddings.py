@@ -110,7 +110,7 @@ def text_of_chunk(tokens: np.ndarray, tokenizer: Tokenizer, source: Path) -> str
       UserError: the vocabulary lacks one of its tokens.
     """
     ids = checked_ids([tokens], tokenizer.vocab_size, source)
-    # The end of a document is no text to another vocabulary, which would read the letters of its name.
+    # The end of a document is not text to another vocabulary, which would read the letters of its name.
     return tokenizer.decode(ids[ids != tokenizer.eod].tolist())
 
 

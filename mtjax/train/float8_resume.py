@@ -34,7 +34,7 @@ def check_float8_layers(past: Past, config: Config) -> None:
                 f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: {why}; resume "
                 f"with --{name.replace('_', '-')} {then}, or begin a new run from its weights with --init-from"
             )
-    # A product whose shards are no multiple of 16 runs in 16 bits, and has no scales: that depends on the mesh.
+    # A product whose shards are not a multiple of 16 runs in 16 bits, and has no scales: that depends on the mesh.
     fitted, fit = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
     if fitted != fit:
         raise UserError(

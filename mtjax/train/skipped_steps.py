@@ -81,7 +81,7 @@ class NonfiniteSteps:
             index, loss = int(results["first_bad"]), float(results["loss"])
             if index == GOOD:
                 self.in_a_row = []
-            # Overflows of float16 are no failures while the dynamic loss scale can shrink: that is how it is found.
+            # Overflows of float16 are not failures while the dynamic loss scale can shrink: that is how it is found.
             elif not self._is_scaling(loss, results.get("loss_scale")):
                 new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
                 self.in_a_row.append(new[-1])

@@ -38,6 +38,11 @@ class ScanKernels(NamedTuple):
     short: tuple[Sequence[MatmulOutputs], Sequence[MatmulOutputs]] = ((), ())
     """Matmuls of each that may have less than a wave of tiles."""
 
+    @property
+    def both(self) -> tuple[Sequence[EqualKernels], Sequence[EqualKernels]]:
+        """Those of the forward pass, and of the backward pass."""
+        return self.forward, self.backward
+
 
 @dataclass(frozen=True)
 class ScanSizes:

@@ -114,7 +114,7 @@ class Script:
         remaining = self._assign(remaining, variables)
         if first in _DECLARES or not remaining:
             return True
-        # Parentheses of a subshell or of `((` are no words.
+        # Parentheses of a subshell or of `((` are not words.
         fields = [field for word in remaining if not word.operator for field in variables.fields(word)]
         if not fields:
             return True

@@ -95,7 +95,7 @@ def parsed(chunk: DocumentChunk, parse: Callable[[bytes], Value]) -> Iterator[tu
     for number, document in enumerate(chunk.documents):
         if number in faults:
             yield line, Fault(faults[number])
-        # Blank lines are no documents, and no errors: many files end with one.
+        # Blank lines are not documents, and not errors: many files end with one.
         elif document.strip():
             try:
                 yield line, parse(document)

@@ -57,7 +57,7 @@ def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[t
             sequences = [dataset[number] for number in range(begin, end)]
             ids = checked_ids(sequences, tokenizer.vocab_size, Path(prefix)).tolist()
             ids = ids[len(first) :] if ids[: len(first)] == first else ids  # the corpus was tokenized with them
-            # Ends of documents are no text: counted, their losses would be in `bits_per_byte` without bytes.
+            # Ends of documents are not text: counted, their losses would be in `bits_per_byte` without bytes.
             ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
             yield ids, len(tokenizer.decode(ids).encode())
         return

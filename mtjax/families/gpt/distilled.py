@@ -38,7 +38,7 @@ class DistilledTrunkPipeline(TrunkPipeline):
 
     def with_frozen(self, frozen: Tree) -> Self:
         """See `LossModel.with_frozen`."""
-        # The teacher's table is no parameter of the student: merged into its tree, it would have no place there.
+        # The teacher's table is not a parameter of the student: merged into its tree, it would have no place there.
         of_student = {name: below for name, below in frozen.items() if name != TEACHER}
         return replace(super().with_frozen(of_student), tables=frozen[TEACHER])
 

@@ -130,7 +130,7 @@ def parse(text: str) -> dict[str, Code]:
             target = re.search(r"\.L\w+", operands) if opcode == "BRA" else None
             if target and target[0] not in labels:
                 forward.setdefault(target[0], []).append(at)
-            # A branch to itself is no loop: one pads the end of every kernel.
+            # A branch to itself is not a loop: one pads the end of every kernel.
             elif target and labels[target[0]] < at:
                 code.loops.append((labels[target[0]], at))
     return found

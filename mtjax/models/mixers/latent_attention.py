@@ -180,7 +180,7 @@ class LatentAttention(nnx.Module):
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
         turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]
-        # Normalized and rotated, so that nothing is computed again from what is cached.
+        # Normalized and rotated, so that what is cached needs no further computation.
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         # Queries go to the width of the latents: scores are products with the cache itself, of all heads.
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)

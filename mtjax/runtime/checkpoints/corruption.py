@@ -74,7 +74,7 @@ def failure_of(error: Exception, folder: Path) -> dict[str, str]:
     if not url_of(folder) and (problem := next(unreadable_files(folder), None)):
         return {"kind": UNREADABLE, "reason": first_line(problem)}
     chain = list(_causes(error))
-    # An error of the machine anywhere in the chain: what follows from it is no proof of wrong contents.
+    # An error of the machine anywhere in the chain: what follows from it does not prove wrong contents.
     if not any(isinstance(e, OSError | MemoryError) or "OS error" in str(e) for e in chain):
         for e in chain:
             if isinstance(e, CorruptedCheckpoint | json.JSONDecodeError | UnicodeDecodeError) or str(e).startswith(

@@ -184,6 +184,6 @@ def remove_later(folder: Path, step: int) -> None:
 
 
 def _remove_step(folder: Path, step: int) -> None:
-    # The metadata first, as a store removes objects one by one: without metadata a half-removed step is no checkpoint.
+    # The metadata first, as a store removes objects one by one: without it a half-removed step is not a checkpoint.
     remove(f"{shown(folder)}/{step}/page")
     remove(f"{shown(folder)}/{step}")

@@ -191,7 +191,7 @@ class _ExpertParallel(NamedTuple):
         is_sent = (owners == jnp.arange(ranks)[:, None]).any(-1)
         routing = RaggedRouting.of(is_sent, min(chosen, ranks), self.expert)
         first = lax.axis_index(self.expert) * here
-        # Padding gets the index -1, which is no expert.
+        # Padding gets the index -1, which is not an expert.
         local_experts = take_rows(experts - first, routing.received, -1)
         # The gates need not be sent: every rank has gathered all of them. Their gradients come back by the gather's
         # transpose.

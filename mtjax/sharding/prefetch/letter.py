@@ -249,7 +249,7 @@ def described(
 
 def _place_of_constant(array: Any, shared: LayerConstants) -> tuple[bool, int]:
     """Returns the place of a constant, to which it is added if no other layer reads it."""
-    # Arrays that are no tracers are the program's own constants, and have no gradient.
+    # Arrays that are not tracers are the program's own constants, and have no gradient.
     is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
     among = shared.differentiable if is_differentiable else shared.others
     # By identity: layers of several letters that close over one array share its place, and so its gradient.

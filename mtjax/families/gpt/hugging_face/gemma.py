@@ -84,7 +84,7 @@ GEMMA3_TEXT = decoder(
     | {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6, PATTERN: 6}
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     *GEMMA2_PARTS,
-    # Layers with a window have a RoPE of their own.
+    # Layers with a window have a separate RoPE.
     rope_by_layer("rope_local_base_freq", 10_000.0),
     always(qk_norm=True),
     windows(every(PATTERN), PATTERN, f"_{PATTERN}"),

@@ -151,7 +151,7 @@ STABLELM = decoder(
         lambda model: {"use_parallel_residual": model.parallel_residual != "no", "qk_layernorm": model.qk_norm},
     ),
     fields(hidden_dropout="hidden_dropout"),
-    # A module of its own for each head.
+    # A separate module for each head.
     names=ModuleNames(query_norm="q_layernorm.norms.{head}", key_norm="k_layernorm.norms.{head}"),
 )
 
