@@ -145,11 +145,10 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
         )
     if plan.flash_attention:
         values = width - scores.narrower
-        # Half of the 2 FLOPs of each pair and channel, as attention is causal. Scores and the gradients of queries and
-        # keys have the keys' width; the output and the gradients of probabilities and values have that of values.
-        # Scores are recomputed in the backward pass.
-        causal_half = queries * keys * heads
-        return machine.flash(causal_half * (width + values)), machine.flash(causal_half * (3 * width + 2 * values))
+        # Scores and the gradients of queries and keys have the keys' width; the output and the gradients of
+        # probabilities and values have that of values. Scores are recomputed in the backward pass.
+        flops = 2 * scores.visible * queries * keys * heads
+        return machine.flash(flops * (width + values)), machine.flash(flops * (3 * width + 2 * values))
     if plan.attention_in_blocks and not plan.context_parallelism:
         return _in_blocks(scores, plan, machine)
     pairs = heads * queries * keys

@@ -121,8 +121,8 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
 
 
 def executed(
-    roofline: Roofline, computation: Computation, times: int, *, in_loop: bool, taken: Taken = NONE_TAKEN
-) -> Iterator[tuple[Computation, Instruction, int, bool]]:
+    roofline: Roofline, computation: Computation, times: float, *, in_loop: bool, taken: Taken = NONE_TAKEN
+) -> Iterator[tuple[Computation, Instruction, float, bool]]:
     """Yields operations with their executions and whether they are in a loop; of branches, as the roofline does, those
     of the longest."""
     for instruction in computation.instructions:

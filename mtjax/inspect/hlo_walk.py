@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mtjax.analysis.contract import SAMPLING, STAGES
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import phase_of
-from mtjax.layout.attention_kernel import EITHER
+from mtjax.layout.attention_kernel import EITHER, WINDOWED
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,19 @@ def _visit(
             # The table has a row for each tick of the loop around the branch, so its count is that of a step already:
             # not times `count`.
             times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
-            # The kernel for unusual lengths of documents: in a usual step it never runs, and counting both would double
-            # attention.
-            if is_choice(instruction) and not module.is_true_branch(instruction, callee):
+            # One of the two runs: counting both would double attention. The second is for unusual lengths of documents,
+            # or has no window, and all the same the FLOPs of the first: those of a window are counted in full.
+            if attention_choice(instruction) and not module.is_true_branch(instruction, callee):
                 times = 0
             # Fusions too: matmuls may be in them.
             yield from _visit(module, callee, times, exact and known, (*callers, site))
 
 
-def is_choice(instruction: Instruction) -> bool:
-    """Returns whether an instruction runs one of two attention kernels."""
-    return instruction.opcode == "conditional" and EITHER in instruction.op_name.split("/")
+def attention_choice(instruction: Instruction) -> str | None:
+    """Returns `EITHER` or `WINDOWED` of an instruction that runs one of two attention kernels, None of others."""
+    scopes = instruction.op_name.split("/") if instruction.opcode == "conditional" else ()
+    # The innermost: a kernel for documents, itself one of two, may be one of two by window.
+    return next((scope for scope in reversed(scopes) if scope in (EITHER, WINDOWED)), None)
 
 
 def executions(instruction: Instruction) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.optimizer import exposed_host_bytes
 from mtjax.analysis.timing import step_time
+from mtjax.config.sizes import windowed_layers
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
@@ -84,7 +85,9 @@ def predict(
       dumped: folder to which XLA wrote the program's kernels, if they are to be read.
     """
     side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
-    roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side)
+    layers = windowed_layers(step.config.model)
+    windowed = sum(layers) / len(layers)
+    roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side, windowed=windowed)
     kernels = audit(step, roofline, dumped) if dumped else None
     walked = roofline.run()
     total = Spent()

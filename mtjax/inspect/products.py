@@ -15,6 +15,7 @@ _LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm
 _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
 _UNMASKED = re.compile(r'"mask_type":\s*"(?!\w*CAUSAL)')
 """In the configuration of cuDNN's attention where it is not causal: a ring's steps with the keys of other ranks."""
+_WINDOW = re.compile(r'"sliding_window_length":\s*"?([1-9]\d*)')
 _OWN = re.compile(rf"/(?P<kernel>{FORWARD}|{KEYS_BACKWARD}|{QUERIES_BACKWARD})(?P<causal>{CAUSAL})?/pallas_call")
 
 
@@ -39,8 +40,8 @@ class BatchedMatmul:
     """Dtype of the operands."""
     is_flash: bool = False
     """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
-    is_causal: bool = True
-    """Whether a flash attention kernel computes half of its FLOPs."""
+    computed: float = 1.0
+    """Share of its FLOPs that a flash attention kernel computes: half of causal attention's, less with a window."""
     own: Own | None = None
     """Where this is our own kernel."""
 
@@ -102,8 +103,18 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> B
     batch, queries, heads, width = query.dims
     # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
     widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
-    is_causal = _UNMASKED.search(instruction.attributes) is None
-    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, is_causal=is_causal)
+    computed = _computed_share(instruction.attributes, key.dims[1])
+    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, computed=computed)
+
+
+def _computed_share(attributes: str, keys: int) -> float:
+    """Returns the share of the scores that cuDNN's kernel computes, to the nearest of its blocks."""
+    if _UNMASKED.search(attributes):
+        return 1.0
+    window = _WINDOW.search(attributes)
+    share = min(int(window[1]) / keys, 1.0) if window else 1.0
+    # Of s tokens with a window of w, all but the first w see w: w s - w^2 / 2 of s^2 pairs.
+    return share - share * share / 2
 
 
 def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_causal: bool) -> BatchedMatmul:

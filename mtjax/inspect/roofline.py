@@ -23,10 +23,11 @@ from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.traffic import Transfer
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
-from mtjax.inspect.hlo_walk import executions, is_choice
+from mtjax.inspect.hlo_walk import attention_choice, executions
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import BatchedMatmul, products_of
 from mtjax.inspect.traffic import bytes_moved
+from mtjax.layout.attention_kernel import WINDOWED
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Spent:
         """What they add to the step."""
         return self.products + self.memory_bound + self.exposed + self.contention
 
-    def add(self, other: "Spent", times: int = 1) -> None:
+    def add(self, other: "Spent", times: float = 1) -> None:
         """Adds `times` another."""
         self.products += times * other.products
         self.memory_bound += times * other.memory_bound
@@ -81,7 +82,8 @@ class Execution(NamedTuple):
 
     computation: Computation
     taken: Taken
-    times: int
+    times: float
+    """Of a branch that the layer's number selects, the share of layers that take it."""
 
 
 @dataclass
@@ -106,8 +108,19 @@ class Roofline:
         constants: Constants | None = None,
         *,
         side_by_side: bool = False,
+        windowed: float = 1.0,
     ) -> None:
-        self.module, self.server, self.side_by_side = module, server, side_by_side
+        """See the class.
+
+        Args:
+          module: the program.
+          collectives: all of its collectives.
+          server: the hardware.
+          constants: what the server's datasheet does not say; measured ones when None.
+          side_by_side: whether collectives inside and between servers are in flight at once.
+          windowed: share of the layers that have a window, of those whose number selects the attention kernel.
+        """
+        self.module, self.server, self.side_by_side, self.windowed = module, server, side_by_side, windowed
         # Peaks of matmuls depend on the bytes of an element; 8 bits have a factor of their own in `Machine.product`.
         self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
         self.launch = self.machines[2].constants.launch
@@ -139,7 +152,8 @@ class Roofline:
         """Yields what a loop, a call or a conditional runs.
 
         Loops run their body as often as XLA says, a loop over ticks with the branches of the slowest stage in each
-        tick; of two attention kernels the first, and of other branches that do not depend on the stage the longest.
+        tick; of two attention kernels that of usual samples, or each as often as layers have it, and of other branches
+        that do not depend on the stage the longest.
         """
         callees = list(self.module.callees(instruction))
         if instruction.opcode == "conditional":
@@ -150,7 +164,12 @@ class Roofline:
             elif branch is not None:  # a single tick, which is not a loop: what any stage takes
                 (stages,) = branch.by_tick
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
-            elif is_choice(instruction):
+            elif (choice := attention_choice(instruction)) == WINDOWED:
+                for callee in callees:
+                    is_windowed = self.module.is_true_branch(instruction, callee)
+                    yield Execution(callee, taken, self.windowed if is_windowed else 1 - self.windowed)
+                return
+            elif choice:
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c)]
             # Branches that depend on data: what is not known counts as long as it may take.
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
@@ -205,7 +224,7 @@ class Roofline:
         if product.own:
             return machine.own_attention(*product.own)
         if product.is_flash:
-            return machine.flash(product.flops / (2 if product.is_causal else 1))
+            return machine.flash(product.flops * product.computed)
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:
@@ -295,7 +314,7 @@ class _Clock:
                 self.result.by_axes[axes].add(spent, times)
             end = self.now + times * walked.seconds
             if walked.seconds:
-                self._event(instruction, f"{instruction.opcode} x{times}", OTHER, "compute", self.now, end)
+                self._event(instruction, f"{instruction.opcode} x{times:g}", OTHER, "compute", self.now, end)
             self.now = end
 
     def _event(self, instruction: Instruction, label: str, phase: str, stream: str, start: float, end: float) -> None:

@@ -32,8 +32,9 @@ time (docs/notes/speed.md)."""
 # Finite, so that the difference of two masked scores is 0 and not NaN.
 HIDDEN_SCORE = -1e30
 """Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
-EITHER = "either"
-"""Scope of a branch between two attention kernels."""
+EITHER, WINDOWED = "either", "windowed"
+"""Scopes of a branch between two attention kernels: of usual and of other samples, and of layers with a window and
+without."""
 
 PALLAS_BLOCK = 64
 """Queries and keys of a block of the kernel `pallas`."""

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.layout.attention_kernel import EITHER
+from mtjax.layout.attention_kernel import WINDOWED
 from mtjax.sharding.axes import map_ranks, no_hoist, spec, varying_like
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
@@ -113,22 +113,21 @@ class Differentiable:
 
 
 @dataclass(frozen=True)
-class Either:
-    """One of two kernels. `more` is a bool that is equal on all ranks, and what both kernels read."""
+class WindowedOrFull:
+    """One of two kernels, by the layer. `more` is whether it has a window, and what both kernels read."""
 
-    first: FlashKernel
-    """If it is true."""
-    second: FlashKernel
+    windowed: FlashKernel
+    full: FlashKernel
 
     def __call__(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> Array:
         """See `FlashKernel`."""
-        run = (partial(kernel, more=more[1]) for kernel in (self.first, self.second))
-        return either(more[0], *run, query, key, value)
+        run = (partial(kernel, more=more[1]) for kernel in (self.windowed, self.full))
+        return either(WINDOWED, more[0], *run, query, key, value)
 
     def forward(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> tuple[Array, Array]:
         """See `FlashKernel`."""
-        run = (partial(kernel.forward, more=more[1]) for kernel in (self.first, self.second))
-        return either(more[0], *run, query, key, value)
+        run = (partial(kernel.forward, more=more[1]) for kernel in (self.windowed, self.full))
+        return either(WINDOWED, more[0], *run, query, key, value)
 
     def backward(
         self,
@@ -143,12 +142,18 @@ class Either:
         def run(kernel: FlashKernel) -> Callable[..., Any]:
             return lambda inputs, out, statistics, gradient: kernel.backward(inputs, more[1], out, statistics, gradient)
 
-        return either(more[0], run(self.first), run(self.second), inputs, out, statistics, gradient)
+        return either(WINDOWED, more[0], run(self.windowed), run(self.full), inputs, out, statistics, gradient)
 
 
-def either(is_first: Array, *arguments: Any) -> Any:
-    """Calls the first of two functions if `is_first`, else the second: (is_first, first, second, *their arguments)."""
-    with jax.named_scope(EITHER):
+def either(scope: str, is_first: Array, *arguments: Any) -> Any:
+    """Calls the first of two attention kernels if `is_first`, else the second.
+
+    Args:
+      scope: `EITHER` or `WINDOWED`, by which `inspect` knows what selects the kernel.
+      is_first: equal on all ranks.
+      arguments: the two functions, and what is passed to either.
+    """
+    with jax.named_scope(scope):
         return lax.cond(is_first, *arguments)
 
 

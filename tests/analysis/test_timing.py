@@ -310,6 +310,17 @@ def test_fused_attention_computes_values_that_are_narrower_than_keys_with_their_
     assert attention(128) / attention(192) == pytest.approx((4 * 192 + 3 * 128) / (7 * 192))
 
 
+def test_fused_attention_computes_the_scores_within_windows():
+    """Of gpt-oss's layers every other has a window of 128 of 8,192 tokens: 128 - 1 of 8,192 / 2 scores a token."""
+
+    def attention(layers: str) -> float:
+        run = config.replace(config.load("gpt-oss-20b"), mesh="1x1", microbatch_size=1, window_layers=layers)
+        plan = Plan.of(run, parse_mesh("1x1"), recompute="none", flash_attention=True)
+        return layer_seconds(anatomy_of(run.model).stacks[0], plan, Machine(DGX_H100), MTJAX)[1]
+
+    assert attention("SF") / attention("F") == pytest.approx((1 + 127 / 4096) / 2)
+
+
 def test_attention_in_pallas_computes_nine_matmuls_and_draws_three_masks():
     """Heads of 96 as 128, half of the scores, matmuls at 35% of the peak and then random numbers."""
     machine = Machine(DGX_H100, constants=IDEAL)

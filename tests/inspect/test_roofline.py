@@ -11,6 +11,7 @@ from mtjax.inspect.collectives import find_collectives
 from mtjax.inspect.products import count_flops, product_of, products_of
 from mtjax.inspect.roofline import Roofline, Walked
 from mtjax.inspect.traffic import bytes_moved
+from mtjax.layout.attention_kernel import EITHER, WINDOWED
 from tests.inspect import snippets
 
 CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0, small_product=0.0, contention=0.0)
@@ -127,6 +128,8 @@ ENTRY %main (s: f32[8,100], i: s32[], n: f32[100], x: bf16[4,6,5], y: bf16[4,5,7
   %lib = (f32[4,6,7]{2,1,0}, s8[64]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
   %masked = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "PADDING_CAUSAL", "dropout_rate": 0}}
   %ring = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "NO_MASK", "dropout_rate": 0}}
+  %near = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"mask_type": "CAUSAL", "sliding_window_length": 16}}
+  %written = (bf16[2,64,3,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL","sliding_window_length":"0"}}
   ROOT %g = f32[4,6,7]{2,1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
 }
 """  # noqa: E501
@@ -245,7 +248,7 @@ def test_flash_attention_counts_its_products_in_full():
     once = 2 * 2 * 3 * 64 * 64 * 16
     assert product_of(module.entry, module.entry.by_name["flash"]).flops == 2 * once
     assert product_of(module.entry, module.entry.by_name["back"]).flops == 5 * once
-    assert count_flops(module) == 11 * once + 2 * 2 * 4 * 6 * 5 * 7
+    assert count_flops(module) == 15 * once + 2 * 2 * 4 * 6 * 5 * 7
 
 
 def test_of_causal_flash_attention_half_takes_time():
@@ -253,6 +256,19 @@ def test_of_causal_flash_attention_half_takes_time():
     roofline = Roofline(module, [], SERVER, dataclasses.replace(CONSTANTS, launch=0.0))
     times = {
         name: roofline.product_seconds(product_of(module.entry, module.entry.by_name[name]))
-        for name in ("flash", "masked", "ring")
+        for name in ("flash", "masked", "ring", "near", "written")
     }
-    assert times["ring"] == pytest.approx(2 * times["flash"]) and times["masked"] == times["flash"]
+    assert times["ring"] == pytest.approx(2 * times["flash"]) and times["masked"] == times["flash"] == times["written"]
+    # Of 64 tokens, 16 see fewer than 16, and 48 see 16: 128 + 768 of 64 x 64 scores.
+    assert times["near"] == pytest.approx(times["ring"] * 896 / 4096)
+
+
+def test_attention_with_and_without_a_window_takes_the_mean_of_the_layers():
+    """Of five in six layers the first kernel runs, of one the second; operations without work take a launch."""
+    branch = "false_computation=%no"
+    text = snippets.BRANCHES.replace(branch, f'{branch}, metadata={{op_name="jit(step)/layers/{WINDOWED}/cond"}}')
+    module = hlo.parse(text)
+    times = [Roofline(module, [], SERVER, CONSTANTS, windowed=windowed).run().seconds for windowed in (1.0, 0.0, 5 / 6)]
+    assert times[0] != times[1] and times[2] == pytest.approx((5 * times[0] + times[1]) / 6)
+    usual = Roofline(hlo.parse(text.replace(WINDOWED, EITHER)), [], SERVER, CONSTANTS, windowed=0.0)
+    assert usual.run().seconds == times[0]

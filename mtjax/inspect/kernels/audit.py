@@ -177,7 +177,7 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
         if kernel in assembled:
             found.setdefault(kernel, []).append(site)
         elif site.instruction.opcode == "custom-call":
-            libraries += site.times
+            libraries += round(site.times)
     rows = [reader.row(name, sites) for name, sites in found.items()]
     roofline.use(by_instructions(rows))
     return KernelReport(
@@ -199,7 +199,7 @@ class _Site(NamedTuple):
 
     computation: Computation
     instruction: Instruction
-    times: int
+    times: float
     in_loop: bool
 
 
@@ -225,7 +225,7 @@ class _Reader:
         return KernelRow(
             machine=machine,
             instructions=tuple(dict.fromkeys(site.instruction.name for site in sites)),
-            count=sum(site.times for site in sites),
+            count=round(sum(site.times for site in sites)),
             phase=phase,
             cause=cause_of(roofline.module, instruction, phase, in_loop, is_small=by_bytes < roofline.launch),
             op_name=op_name,

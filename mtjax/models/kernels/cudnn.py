@@ -72,4 +72,4 @@ def kernel_of(
     if (least := min(options.windows)) >= length:
         return of(None), segments
     # Layers have one window or none: the kernel of either is compiled, and the layer's number selects it.
-    return flash.Either(of(least), of(None)), (options.window < length, segments)
+    return flash.WindowedOrFull(of(least), of(None)), (options.window < length, segments)

@@ -11,6 +11,7 @@ from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused  # packed samples have no public name
 from jaxtyping import Bool, Int
 
+from mtjax.layout.attention_kernel import EITHER
 from mtjax.models.kernels.in_blocks import InBlocks, Inputs
 from mtjax.sharding.flash import either, with_saved
 
@@ -66,7 +67,7 @@ class Packed:
             # Both branches return arrays of one shape: that of cuDNN's statistics.
             return out, jnp.pad(log_sums, ((0, (self.most - 1) * len(log_sums)), (0, 0), (0, 0)))
 
-        return either(fits, packed, in_blocks, query, key, value)
+        return either(EITHER, fits, packed, in_blocks, query, key, value)
 
     def backward(
         self, inputs: tuple[Array, Array, Array], more: Array, out: Array, statistics: Array, gradient: Array
@@ -88,7 +89,7 @@ class Packed:
             log_sums = statistics[: len(out)]
             return self._blocks.backward(inputs, self._inputs(more), out, log_sums, gradient)
 
-        return either(fits, packed, in_blocks, inputs, out, statistics, gradient)
+        return either(EITHER, fits, packed, in_blocks, inputs, out, statistics, gradient)
 
     def _packed(self, lengths: Array, starts: Array) -> Callable[[Array, Array, Array], Array]:
         return partial(self.attend, lengths=lengths, starts=starts, scale=self.scale, window=self.window)
