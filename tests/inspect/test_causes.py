@@ -131,7 +131,8 @@ def test_without_a_loop_over_layers_no_stacks_are_left_and_the_contract_holds():
 def test_layers_without_a_loop_gather_ahead_and_copy_nothing():
     """ZeRO-3 with selective recompute: gathers and sums pass behind other layers, products write what attention and
     activations read, and compute gradients as they are sent."""
-    width = {"hidden_size": 512, "num_heads": 4, "sequence_length": 1024, "vocab_size": 2048, "num_layers": 4}
+    # XLA joins gathers up to 30 MB: those of whole layers, were they narrower.
+    width = {"hidden_size": 1024, "num_heads": 8, "sequence_length": 1024, "vocab_size": 2048, "num_layers": 4}
     llama = {"family": "llama", "position": "rope", "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False}
     run = {"mesh": "8x1", "global_batch_size": 16, "recompute": "selective", "zero": 3, "loss_chunk": 1024}
     report = inspect(tiny(**width, **llama, **run, bias=False, unroll_layers=True), find_target("h100x8"))
@@ -146,4 +147,4 @@ def test_layers_without_a_loop_gather_ahead_and_copy_nothing():
     found = [
         (i.opcode, a.dims) for c in report.step.module.computations.values() for i in c.instructions for a in i.arrays
     ]
-    assert ("concatenate", (2, 1024, 3, 4, 128)) not in found  # one array of the gradients of query, key and value
+    assert ("concatenate", (2, 1024, 3, 8, 128)) not in found  # one array of the gradients of query, key and value
