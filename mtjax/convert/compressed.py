@@ -10,6 +10,7 @@ import numpy as np
 
 from mtjax.config.storage import Storage
 from mtjax.convert import fp8
+from mtjax.errors import shortened
 from mtjax.models.weight_grid import Grid
 
 METHOD = "compressed-tensors"
@@ -18,7 +19,7 @@ PACKED, SCALE, SHAPE, ZERO = "_packed", "_scale", "_shape", "_zero_point"
 WORD = 32
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-_OFFLINE = {"weight_input", "weight_output"}
+_OFFLINE = ("weight_input", "weight_output")
 """Locations in a `transform_config` whose rotations have been applied to the weights in the files."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -81,7 +82,9 @@ class Stored:
         zeros = None
         if self.has_zeros:
             zeros = read(name + ZERO)
-            if self.is_packed:  # along outputs
+            # Packed along outputs. Those of a whole tensor are bytes, and so were all until 2025 (pull request 296 of
+            # compressed-tensors), in files of the same format.
+            if self.is_packed and zeros.dtype == np.int32:
                 zeros = unpack(np.ascontiguousarray(zeros.T), self.bits, self.shape[0]).T
             zeros = _expanded(zeros.reshape(scales.shape), self.shape).astype(np.float32)
         return Grid(_expanded(scales, self.shape), zeros, self.bits)
@@ -141,16 +144,20 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
         wrong.append("quantization_config has quantization_status other than 'compressed'")
     if settings.get("kv_cache_scheme"):
         wrong.append("quantization_config has a kv_cache_scheme, which is not read")
-    for name, scheme in ((settings.get("transform_config") or {}).get("config_groups") or {}).items():
+    for name, scheme in _members(settings, "transform_config.config_groups", wrong):
         # Where the files have rotated weights, another weight or the activations need the inverse rotation. That of a
         # weight is in the files as well; that of activations has to be computed while the model runs, and without it
         # the outputs would be wrong, with the right shapes.
-        if online := sorted({each.get("location") for each in scheme.get("apply") or ()} - _OFFLINE):
+        online = [where for where in _locations(scheme) if where not in _OFFLINE]
+        if online:
             wrong.append(
                 f"quantization_config has transform_config {name} with location {online[0]}, which is not read"
             )
-    for name, group in (settings.get("config_groups") or {}).items():
+    for name, group in _members(settings, "config_groups", wrong):
         weights = group.get("weights") or {}
+        if not isinstance(weights, dict):
+            wrong.append(f"quantization_config has weights {shortened(repr(weights))} in {name}, but must be an object")
+            continue
         # With actorder "group", inputs of a group are not consecutive, and a tensor `weight_g_idx` says which they are.
         known = {"num_bits": (4, 8), "strategy": ("group", "channel", "tensor"), "actorder": (None, "static", "weight")}
         for key, values in known.items():
@@ -158,3 +165,24 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
                 expected = " or ".join(str(value) for value in values)
                 wrong.append(f"quantization_config has {key} {weights.get(key)!r} in {name}, but must have {expected}")
     return wrong
+
+
+def _members(settings: Mapping[str, Any], path: str, wrong: list[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the objects by name at a path of keys; what is of another kind is added to `wrong` instead."""
+    found: Any = settings
+    for key in path.split("."):
+        found = found.get(key) or {}
+        if not isinstance(found, dict):
+            wrong.append(f"quantization_config has {key} {shortened(repr(found))}, but must be an object")
+            return []
+    for name, member in found.items():
+        if not isinstance(member, dict):
+            wrong.append(f"quantization_config has {name} {shortened(repr(member))} in {path}, but must be an object")
+    return [(name, member) for name, member in found.items() if isinstance(member, dict)]
+
+
+def _locations(scheme: Mapping[str, Any]) -> list[Any]:
+    """Returns where the rotations of a scheme are; a rotation that does not say it in the known way, as it stands."""
+    applied = scheme.get("apply") or []
+    each = applied if isinstance(applied, list) else [applied]
+    return [one.get("location") if isinstance(one, dict) else shortened(repr(one)) for one in each]

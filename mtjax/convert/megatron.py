@@ -14,7 +14,7 @@ from mtjax import config as configs
 from mtjax.config import Config, Model
 from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.hugging_face import narrowed
-from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
+from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, ignored_rope, model_settings
 from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, MegatronCheckpoint
 from mtjax.convert.megatron_formats import RELEASE, checkpoint_folder, is_torch_dist
@@ -36,6 +36,7 @@ from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.data.cache import reserve
 from mtjax.errors import UserError, require
+from mtjax.runtime.processes.notes import say_notes
 
 Checkpoint = MegatronCheckpoint | TorchDistCheckpoint
 
@@ -104,6 +105,9 @@ class MegatronSource:
         self.files, self.rows, self.selection = files, rows, selection
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         notes = self._notes(files, config, rows)
+        # A config says what the model is; arguments say what Megatron-LM was started with.
+        if model_config is None and (note := ignored_rope(config.model, is_legacy=names.is_legacy)):
+            notes += (note,)
         self.origin = Origin(
             config, files.dtype, folder, notes=notes, fresh=self._weights.fresh, not_finite=self._weights.not_finite
         )
@@ -162,6 +166,8 @@ class MegatronSink:
         check_split(model, split, self._names)
         rows = table_of(model, self._names, split.version, is_grouped=split.grouped_experts)
         self._selection = rows.select(parameters)
+        if note := ignored_rope(model, is_legacy=self._names.is_legacy):
+            say_notes([note])
         require("torch", "megatron")  # after what can't be converted at all, and before any file
         # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}

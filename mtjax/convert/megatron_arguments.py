@@ -30,6 +30,7 @@ VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
 """Megatron pads the vocabulary to a multiple of this times the tensor parallel degree."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
 """Constants of Megatron's scaled RoPE, which has no arguments for them."""
+ROPE_FACTOR: float = default_of("rope_scaling_factor")
 # A constant here, as the table of arguments has the defaults of the current code.
 LEGACY_ROPE_BASE = 10_000.0
 """RoPE base of the legacy models, which ignore `--rotary-base` and `--use-rope-scaling`."""
@@ -77,6 +78,10 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool, letters: str = "
         wrong.append("no position embeddings")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         wrong.append("qk_layernorm is True without normalization RMSNorm")
+    if arguments.get("use_rope_scaling") and arguments.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+        # Megatron-Core applies both, one to frequencies and one to positions.
+        factor = arguments["rotary_seq_len_interpolation_factor"]
+        wrong.append(f"rotary_seq_len_interpolation_factor is {factor!r} beside use_rope_scaling")
     if has_experts(arguments):
         wrong += (
             unread_experts(arguments) if is_core else [f"num_experts is {arguments['num_experts']} in the legacy code"]
@@ -162,6 +167,24 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if factor not in (None, 1):
         return settings | {"rope_scaling": "linear", "rope_factor": float(factor)}
     return settings | {"rope_scaling": "none"}
+
+
+def ignored_rope(model: Model, *, is_legacy: bool) -> str | None:
+    """Returns a note on a setting of RoPE that versions of Megatron-LM have an argument for and do not compute with."""
+    if model.position != "rope" or model.layer_pattern:
+        return None
+    if is_legacy and (model.rope_theta != LEGACY_ROPE_BASE or model.rope_scaling == "llama3"):
+        scaled = " and use_rope_scaling" if model.rope_scaling == "llama3" else ""
+        return (
+            f"rotary_base {model.rope_theta:g}{scaled} is read as given, and Megatron-LM's legacy code computes with "
+            f"{LEGACY_ROPE_BASE:g} without scaling: if it trained these weights, describe the model with --config FILE"
+        )
+    if model.rope_scaling == "llama3" and model.rope_factor != ROPE_FACTOR:
+        return (
+            f"rope_scaling_factor is {model.rope_factor:g}, and Megatron-LM before its pull request 6306 (August 2026) "
+            f"computes with {ROPE_FACTOR:g}, whatever is given"
+        )
+    return None
 
 
 def _number(arguments: Mapping[str, Any], name: str, older: str = "") -> float:

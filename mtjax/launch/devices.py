@@ -12,19 +12,20 @@ from mtjax.errors import UserError
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.runtime.devices import has_gpu
+from mtjax.sharding.processes import visible_gpus
 
 QUERY = ["--query-gpu=index", "--format=csv,noheader"]
 
 
 def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """Returns the GPUs that respond, as `CUDA_VISIBLE_DEVICES` names them; None on a machine without GPUs.
+    """Returns the GPUs that respond, as `CUDA_VISIBLE_DEVICES` names them; None on a machine without GPUs, or where the
+    environment hides them.
 
     A GPU that fell off the bus keeps its file in /dev, and nvidia-smi omits it or names it in an error.
     """
-    if not has_gpu():
+    allowed = visible_gpus(environment)
+    if allowed == [] or environment.get("JAX_PLATFORMS") == "cpu" or not has_gpu():
         return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    allowed = visible.split(",") if visible else None
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return allowed

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.processes import visible_gpus
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):
@@ -81,5 +82,8 @@ def use_gpu_memory() -> None:
 
 
 def has_gpu() -> bool:
-    """Returns whether the machine has an NVIDIA device file, without starting a driver."""
+    """Returns whether the machine has an NVIDIA device file, without starting a driver; not if `CUDA_VISIBLE_DEVICES`
+    hides all GPUs, without which jax takes the CPUs."""
+    if visible_gpus(os.environ) == []:
+        return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

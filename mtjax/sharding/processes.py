@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,9 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
     if present is None:
         return None
     launcher, of_host, of_process = present
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_gpus(environment)
     # Without asking a driver: jax must be told its devices before it attaches any.
-    count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = len(list(Path("/dev").glob("nvidia[0-9]*"))) if visible is None else len(visible)
     # Slurm's variable is a list by node, such as 8(x4): one process per host is "1" or "1(x4)".
     processes = environment[of_host]
     if processes == "1" or processes.startswith("1("):
@@ -229,3 +230,16 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
             f"process: start at most {count} processes on a machine"
         )
     return [int(rank)]
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the GPUs that `CUDA_VISIBLE_DEVICES` names, as CUDA reads it; None if the variable is not set.
+
+    An empty list hides all GPUs, as "" and "-1" do.
+    """
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    names = [name.strip() for name in value.split(",")]
+    # CUDA sees those before the first name that is not a device's. Slurm writes NoDevFiles for a job without GPUs.
+    return list(takewhile(lambda name: name[:1].isdigit() or name.startswith(("GPU-", "MIG-")), names))

@@ -44,6 +44,7 @@ from mtjax.train.observability.best import Best, Goal
 from mtjax.train.observability.metrics import CONVENTION, read_metrics
 from mtjax.train.observability.progress import ProgressLine
 from mtjax.train.observability.start_timer import MODEL, TEXT, StartTimer
+from mtjax.train.same_run import check_same_settings, check_same_text
 from mtjax.train.step import TrainStep, make_train_step
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]
@@ -141,8 +142,11 @@ def prepare_environment(config: Config, name: str, peers: Peers, objective: Obje
     """Attaches the devices and chooses the folder of a run called `name`.
 
     Raises:
-      UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
+      UserError: batch and mesh don't fit, devices or weights are missing, the folder can't be used, or processes have
+        other settings.
     """
+    # First: what follows has barriers that depend on the settings.
+    check_same_settings(config)
     mesh_shape, mesh, batch_schedule = find_devices(config, peers)
     out = choose_folder(config.output, name)
     url = url_of(out)
@@ -188,6 +192,7 @@ def prepare(
             f"{e} (the run was started in {past.record.started_in}, and this is {Path.cwd()}: relative paths in its "
             "config.toml refer to that folder)"
         ) from e
+    check_same_text(run_data.position)
     times.begin(MODEL)
     if past is not None:
         check_states(past, resolved)

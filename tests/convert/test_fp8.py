@@ -6,7 +6,9 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from mtjax.convert.compressed import pack
 from mtjax.convert.fp8 import unpacked
 from mtjax.convert.model_types.registry import MODEL_TYPES
 from mtjax.convert.safetensors_files import SafetensorsReader
@@ -68,11 +70,30 @@ def test_other_scales_are_refused(tmp_path, scales):
         SafetensorsReader(tmp_path)
 
 
+def test_zero_points_of_files_that_do_not_pack_them_are_read(tmp_path):
+    """compressed-tensors packs them since its pull request 296; before, and for a whole tensor, they are bytes."""
+    random, rows, columns, groups = np.random.default_rng(0), 16, 32, 2
+    integers = random.integers(-8, 8, (rows, columns)).astype(np.int8)
+    scales, zeros = np.full((rows, groups), 0.5, np.float32), random.integers(-8, 8, (rows, groups)).astype(np.int8)
+    known = (integers - np.repeat(zeros, columns // groups, axis=1)) * np.float32(0.5)
+    tensors = {"a.weight_packed": pack(integers, 4), "a.weight_shape": np.array([rows, columns])}
+    tensors |= {"a.weight_scale": scales, "a.weight_zero_point": zeros}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with SafetensorsReader(tmp_path) as reader:
+        np.testing.assert_array_equal(reader.read("a.weight"), known)
+    save_file(tensors | {"a.weight_zero_point": pack(zeros.T, 4).T.copy()}, tmp_path / "model.safetensors")
+    with SafetensorsReader(tmp_path) as reader:
+        np.testing.assert_array_equal(reader.read("a.weight"), known)
+
+
+def compressed(**settings):
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized"} | settings
+
+
 def rotated(location):
     """A config of compressed-tensors whose weights are rotated at `location`, as llm-compressor's SpinQuant writes."""
     scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location, "inverse": False}]}
-    transform = {"config_groups": {"R4": scheme}}
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": transform}
+    return compressed(transform_config={"config_groups": {"R4": scheme}})
 
 
 def test_weights_that_are_rotated_in_the_files_alone_are_read():
@@ -88,6 +109,18 @@ def test_weights_that_are_rotated_in_the_files_alone_are_read():
         ("qwen2", {"quant_method": "awq"}, "'awq', but must have 'fp8'"),
         ("llama", {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
         ("llama", rotated("input"), "transform_config R4 with location input"),
+        ("llama", rotated(None), "transform_config R4 with location None"),
+        (
+            "llama",
+            compressed(transform_config={"config_groups": {"R4": {"apply": [{}, {"location": "input"}]}}}),
+            "None",
+        ),
+        ("llama", compressed(transform_config={"config_groups": {"R4": {"apply": ["input"]}}}), "location 'input'"),
+        ("llama", rotated(["input"]), r"location \['input'\]"),
+        ("llama", compressed(transform_config={"config_groups": {"R4": "input"}}), "R4 'input' .* must be an object"),
+        ("llama", compressed(transform_config=["R4"]), "transform_config .* must be an object"),
+        ("llama", compressed(config_groups=[{"weights": {}}]), "config_groups .* must be an object"),
+        ("llama", compressed(config_groups={"g": {"weights": "int4"}}), "weights 'int4' in g, but must be an object"),
         ("gpt_oss", {"quant_method": "fp8"}, "'fp8', but must have 'mxfp4'"),
         ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size \\[64, 64\\]"),
         ("deepseek_v3", {"quant_method": "fp8"}, "weight_block_size None"),

@@ -224,6 +224,39 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     assert run(f"megatron:{tmp_path / 'core'}", f"mtjax:{tmp_path / 'ours'}", *PADDED) == 0
     model = find_weights(tmp_path / "ours").config.model
     assert (model.rope_theta, model.rope_scaling, model.rope_factor) == (5e5, "llama3", 4.0)
+    # Written and read.
+    ignored = "rope_scaling_factor is 4, and Megatron-LM before its pull request 6306 (August 2026) computes with 8"
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(ignored) == 2
+
+
+def with_arguments(folder, tensors, impl, **arguments):
+    """A checkpoint with other arguments than its model's."""
+    write_llama(folder, tensors, LLAMA_CONFIG, impl)
+    path = next(folder.rglob("*.pt"))
+    content = torch.load(path, weights_only=False)
+    vars(content["args"]).update(arguments)
+    torch.save(content, path)
+
+
+def test_the_base_that_the_legacy_code_ignores_is_told(reference, tmp_path, capsys):
+    folder, tensors = reference
+    for name, base in (("same", 10_000), ("other", 500_000)):
+        with_arguments(tmp_path / name, tensors, "legacy", rotary_base=base)
+        assert run(f"megatron:{tmp_path / name}", f"mtjax:{tmp_path / name}-ours", *PADDED) == 0
+        printed = capsys.readouterr()
+        told = "rotary_base 500000 is read as given, and Megatron-LM's legacy code computes with 10000"
+        assert (told in printed.out + printed.err) == (name == "other")
+    assert prints(tmp_path / "other-ours") == prints(folder / "ours")
+
+
+def test_two_scalings_of_rope_are_refused(reference, tmp_path, capsys):
+    """Megatron-Core computes both, one of frequencies and one of positions."""
+    _, tensors = reference
+    both = {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}
+    with_arguments(tmp_path / "megatron", tensors, "local", **both)
+    assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
+    assert "rotary_seq_len_interpolation_factor is 2 beside use_rope_scaling" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,17 @@ def test_one_process_with_wrong_input_ends_all(launcher: Launcher) -> None:
     assert re.fullmatch(said, the_error(finished[0].stderr))
 
 
+def test_processes_with_other_settings_end_before_a_step(launcher: Launcher) -> None:
+    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", "other-settings"]
+    first = launcher.start(*together, "--process-id", "0", "--steps", "3")
+    second = launcher.start(*together, "--process-id", "1", "--steps", "4")
+    with ended([first, second]) as started:
+        finished = [finish(process, launcher.folder / "other-settings") for process in started]
+    assert [end.code for end in finished] == [2, 2]
+    for end in finished:
+        assert "error: process 1 has steps 4, and process 0 has 3: start all processes with" in the_error(end.stderr)
+
+
 def test_a_step_that_takes_too_long_leaves_stacks_and_a_name(launcher: Launcher) -> None:
     out = launcher.folder / "late"
     options, late = ("--steps", "8", "--step-timeout", "3"), {1: (6, "time.sleep(12)")}

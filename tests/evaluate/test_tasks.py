@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
+from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -147,6 +148,30 @@ def test_bits_per_byte_of_documents(tmp_path, tokenizer) -> None:
         assert results["bytes"] == sum(len(text.encode()) for text in texts) == 21
         assert math.isclose(results["bits_per_byte"], len(task.rows) / 21)
         assert results["documents"] == 2
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, tokenizer) -> None:
+    """Of as many tokens: nothing else tells that the ids mean other text."""
+    (tmp_path / "text.txt").write_text("the cat\n")
+    names = {}
+    for name, more in (("one", "q"), ("other", "z")):
+        library = small_tokenizer()
+        library.add_tokens([more * 3])
+        library.save(str(tmp_path / f"{name}.json"))
+        names[name] = f"hf:{tmp_path / name}.json"
+    words = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "corpus"), "--workers", "0"]
+    assert preprocess.main([*words, "--tokenizer", names["one"]]) == 0
+    corpus = tmp_path / "corpus_text_document"
+    assert open_task("perplexity", corpus, open_tokenizer(names["one"])).rows
+    with pytest.raises(UserError, match=r"was made with hf:.*one\.json .* and the model's tokenizer .* is another"):
+        open_task("perplexity", corpus, open_tokenizer(names["other"]))
+
+
+def test_a_table_is_not_scored_as_text(tmp_path, tokenizer) -> None:
+    for name, content in (("a.csv", b"id,text\n1,the cat\n"), ("a.tsv", b"text\nthe cat\n"), ("rows", b"PAR1....")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name} is a table, and must be text"):
+            open_task("perplexity", tmp_path / name, tokenizer)
 
 
 def test_documents_stand_behind_the_first_token_alone(tmp_path) -> None:

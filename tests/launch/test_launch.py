@@ -146,5 +146,10 @@ def test_a_gpu_that_does_not_answer_is_left_out(monkeypatch, tmp_path):
     assert working_gpus({"PATH": str(tmp_path)}) == ["0", "2"]
     assert working_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1,2"}) == ["2"]
     assert working_gpus({"PATH": "", "CUDA_VISIBLE_DEVICES": "1,2"}) == ["1", "2"]
+    # CUDA ends its list at the first name that is not a device's.
+    assert working_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "2, 0,-1,1"}) == ["2", "0"]
+    for hidden in ("", "-1", "NoDevFiles"):
+        assert working_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": hidden}) is None
+    assert working_gpus({"PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}) is None
     monkeypatch.setattr(devices, "has_gpu", lambda: False)
     assert working_gpus({"PATH": str(tmp_path)}) is None

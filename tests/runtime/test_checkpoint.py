@@ -10,6 +10,7 @@ import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from mtjax.runtime.checkpoints import checkpoint
 from mtjax.runtime.checkpoints import corruption as damage
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, check_same_model, fingerprints
 from mtjax.runtime.checkpoints.past import newest_past
-from mtjax.runtime.checkpoints.saves import Saves
+from mtjax.runtime.checkpoints.saves import Saves, obstacle
 from tests.tiny import program_of, run_steps, tiny_config
 
 CONSUMED = 24
@@ -449,3 +450,15 @@ def test_fingerprints_see_a_bit_and_an_exchange_on_any_mesh():
     exchanged[[3, 200]] = exchanged[[200, 3]]
     for other in (with_table(flipped), with_table(exchanged)):
         assert [name for name in prints if other[name] != prints[name]] == ["parameters.embedding"]
+
+
+@pytest.mark.parametrize(("free", "fits"), [(1000, True), (999, False)])
+def test_a_disk_needs_room_for_the_shards_of_all_processes(free, fits, tmp_path, monkeypatch):
+    """Each of two processes has half of the state; they share the disk."""
+
+    class Half:
+        nbytes = 1000
+        addressable_shards = (SimpleNamespace(replica_id=0, data=SimpleNamespace(nbytes=500)),)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert (obstacle(tmp_path, SimpleNamespace(params=Half())) is None) == fits

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -41,6 +42,17 @@ def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
 def test_on_a_machine_with_gpus_only_cpus_that_were_asked_for_get_threads(platforms, threads, monkeypatch):
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.delenv("NPROC", raising=False)
+    attach_devices(parse_mesh("2x4"))
+    assert os.environ.get("NPROC") == threads
+
+
+@pytest.mark.parametrize(("visible", "threads"), [("", "32"), ("-1", "32"), ("0", None)])
+def test_a_machine_whose_gpus_are_hidden_has_cpus(visible, threads, monkeypatch):
+    """Without their threads, collectives of the virtual devices may wait for each other forever."""
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("NPROC", raising=False)
     attach_devices(parse_mesh("2x4"))
     assert os.environ.get("NPROC") == threads

@@ -136,6 +136,7 @@ def test_a_missing_library_of_a_launcher_is_named(environment, library, monkeypa
         ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5"}, [1]),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, None),
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "-1"}, None),
         ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}, [0, 1]),
         ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, [1]),
         ({"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"},

@@ -1,7 +1,7 @@
 """What cleaning does to one document at a time: repair, measure, sign. Runs in worker processes."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class CleanedChunk:
       drops: the others.
       errors: (line, what is wrong) of those that can't be read.
       repaired: how many texts the repair changed.
+      removed: ids of removal lists that documents have.
     """
 
     rows: list[bytes]
@@ -85,6 +86,7 @@ class CleanedChunk:
     drops: list[Drop]
     errors: list[tuple[int, str]]
     repaired: int
+    removed: Set[str | None]
 
 
 class Cleaner:
@@ -101,13 +103,19 @@ class Cleaner:
         options = self._options
         kept: list[tuple[int, dict[str, Any], str]] = []
         drops, errors, repaired = [], [], 0
+        removed: set[str | None] = set()
         for line, document in parsed(chunk, lambda raw: parse(raw, chunk.is_json, options.key)):
             if isinstance(document, Fault):
                 errors.append((line, document.message))
                 continue
             row, original = document
             # Before the repair: an id decides, whatever the text. Lists have ids as text, JSON may have numbers.
-            if str(value_at(row, options.id_key)[0]) in options.removed_ids:
+            name = id_of(row, options.id_key) if options.removed_ids else None
+            if options.removed_ids and name is None:
+                errors.append((line, f"no id under the key {options.id_key!r}, by which --remove-ids finds documents"))
+                continue
+            if name in options.removed_ids:
+                removed.add(name)
                 drops.append(Drop(line, "on a removal list", original[:EXCERPT]))
                 continue
             text = self._fix(original)
@@ -130,7 +138,7 @@ class Cleaner:
         drops.sort(key=lambda drop: drop.line)
         rows = [_line(row) for _, row, _ in long]
         lines = np.array([line for line, _, _ in long], np.int64)
-        return CleanedChunk(rows, lines, self.sign([text for _, _, text in long]), drops, errors, repaired)
+        return CleanedChunk(rows, lines, self.sign([text for _, _, text in long]), drops, errors, repaired, removed)
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         if self._options.tokenizer is None:
@@ -143,6 +151,15 @@ class Cleaner:
         for i, text in enumerate(texts):
             signatures[i] = self._minhash(self._shingles(text))
         return signatures
+
+
+def id_of(row: Mapping[str, Any], key: str) -> str | None:
+    """Returns a document's id as removal lists have it; None for one that is neither text nor a number."""
+    value, _ = value_at(row, key)
+    # A column of integers in which some are missing is one of floats to pandas: 2.0 is the id 2.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
 
 def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str]:

@@ -61,6 +61,7 @@ class _Seen:
     documents: int = 0
     repaired: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    removed_ids: set[str | None] = field(default_factory=set)  # those of the removal lists that were found
 
     @property
     def rows(self) -> Path:
@@ -79,7 +80,8 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     """Cleans into `folder`: the output under its own name, and `dropped.jsonl`.
 
     Returns:
-      The report: documents read, repaired, dropped by reason, and kept; overlap of each test set.
+      The report: documents read, repaired, dropped by reason, and kept; ids of removal lists that no document has;
+        overlap of each test set.
 
     Raises:
       UserError: a file can't be read, or a document can't be used.
@@ -101,6 +103,7 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
         "repaired": seen.repaired,
         "dropped": dict(seen.reasons),
         "kept": seen.kept - int(gone.sum()),
+        "ids_not_found": len(job.options.removed_ids - seen.removed_ids),
         "overlap": overlap,
     }
 
@@ -147,6 +150,7 @@ def _count(job: CleanJob, chunk: DocumentChunk, result: CleanedChunk, seen: _See
         seen.reasons[UNUSABLE] += len(result.errors)
     seen.kept += len(result.rows)
     seen.repaired += result.repaired
+    seen.removed_ids |= result.removed
     seen.documents += len(result.rows) + len(result.drops) + len(result.errors)
 
 

@@ -55,7 +55,7 @@ class Options:
     remove_ids: tuple[Path, ...] = ()
     """Files with a document's id on each line: those documents are dropped."""
     id_key: str = "id"
-    """Key of the JSON objects under which --remove-ids finds the id."""
+    """Key of the JSON objects under which --remove-ids finds the id, which each document must have then."""
     remove_like: tuple[str, ...] = ()
     """Files of documents (say, a test set's articles): documents more similar to one than --jaccard are dropped."""
     overlap_with: tuple[str, ...] = ()
@@ -143,6 +143,9 @@ def _table(report: dict[str, Any]) -> Table:
     for reason, count in report["dropped"].items():
         table.add_row(f"dropped: {reason}", f"{count:,}")
     table.add_row("documents kept", f"{report['kept']:,}")
+    # A list of another corpus, or of ids in another form, would leave in what it should remove.
+    if report["ids_not_found"]:
+        table.add_row("ids to remove that no document has", f"{report['ids_not_found']:,}")
     for name, overlap in report["overlap"].items():
         table.add_row(f"8-grams of {name} in the corpus", f"{overlap['share']:.1%} of {overlap['ngrams']:,}")
     return table

@@ -63,7 +63,7 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
             # Rows become Python objects a few at a time: a batch may have books, of a megabyte each.
             step = min(max(batch.num_rows * BYTES_AT_A_TIME // max(batch.nbytes, 1), 1), ROWS_AT_A_TIME)
             for start in range(0, batch.num_rows, step):
-                for row in batch.slice(start, step).to_pylist():
+                for row in _python_rows(path, batch.slice(start, step)):
                     yield JsonRow(_line(row))
     except UnicodeDecodeError as e:
         raise UserError(f"{path} has a column of strings that are not UTF-8: {e}") from e
@@ -124,11 +124,40 @@ def _arrow_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields, s
         skip = max(0, skip - batch.num_rows)
 
 
+def _python_rows(path: str, batch: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a batch as Python objects.
+
+    Raises:
+      UserError: a column has a date that Python does not have.
+    """
+    try:
+        return batch.to_pylist()
+    # UnicodeDecodeError and errors of Arrow are ValueErrors, too.
+    except (OverflowError, ValueError) as e:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if _is_beyond_python(column):
+                raise UserError(
+                    f"{path} has a column {name!r} of {column.type} with values that Python does not have: write them "
+                    f"as strings, or leave the column out ({first_line(e)})"
+                ) from e
+        raise
+
+
+def _is_beyond_python(column: Any) -> bool:
+    try:
+        column.to_pylist()
+    except UnicodeDecodeError:
+        return False
+    except (OverflowError, ValueError):
+        return True
+    return False
+
+
 def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
     """Returns the columns to read of those that a table has.
 
     Raises:
-      UserError: it has not the one for a key.
+      UserError: it has not the one for a key, or several columns have the name of one.
     """
     columns = {key: _column_of(key, names) for key in fields.keys}
     if missing := next((key for key, column in columns.items() if column is None), None):
@@ -137,7 +166,11 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
             "--text-key"
         )
     # Columns that are not read are not decoded.
-    return list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
+    read = list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
+    # A row has one value for each name: the other column would be lost.
+    if twice := next((name for name in read if list(names).count(name) > 1), None):
+        raise UserError(f"{path} has {list(names).count(twice)} columns named {twice!r}: rename all but one")
+    return read
 
 
 def _column_of(key: str, names: Sequence[str]) -> str | None:

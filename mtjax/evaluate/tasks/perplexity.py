@@ -11,22 +11,34 @@ import numpy as np
 
 from mtjax.data import Tokenizer
 from mtjax.data.corpus.indexed import IndexedDataset, checked_ids, is_indexed, prefix_of
+from mtjax.data.corpus.made_with import check_made_with
+from mtjax.data.corpus.meta import read_meta
 from mtjax.data.corpus.reader import is_json
+from mtjax.data.corpus.tables import DELIMITERS, is_columnar
 from mtjax.data.json_lines import read_text
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import RowScores, rows_of_text
 from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
 from mtjax.evaluate.tasks.text_file import json_lines
 
+HEAD = 16
+"""Bytes by which a file of columns is recognised."""
+
 
 def open_text(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the documents of a file: plain text is one; JSON lines with `text`, and corpora, contain several.
 
     Raises:
-      UserError: it can't be read, or contains no text.
+      UserError: it can't be read, contains no text, is a table, or is a corpus that another tokenizer made.
     """
     rows, tokens, size, documents = [], 0, 0, 0
     first = list(settings.first_tokens)
+    notes = begins_with("each document", tokenizer, first)
+    _check_file(path)
+    prefix = prefix_of(str(path))
+    # Ids mean other text to another tokenizer, which may have as many.
+    if is_indexed(prefix) and (note := check_made_with(prefix, read_meta(prefix), "the model's tokenizer", tokenizer)):
+        notes.append(note)
     for ids, length in _documents(path, tokenizer, first):
         document = np.asarray([*first, *ids], np.int32)
         rows += rows_of_text(document, settings.length, settings.overlap, len(first))
@@ -45,7 +57,24 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> Evalua
             "documents": documents,
         }
 
-    return EvaluationTask(rows, results, "; ".join(begins_with("each document", tokenizer, first)))
+    return EvaluationTask(rows, results, "; ".join(notes))
+
+
+def _check_file(path: Path) -> None:
+    """Checks that a file is not a table, whose delimiters and other columns would be scored as text.
+
+    Raises:
+      UserError: it is one.
+    """
+    if not path.is_file():  # the prefix of a corpus
+        return
+    with path.open("rb") as file:
+        is_table = is_columnar(file.read(HEAD)) or path.suffix in DELIMITERS
+    if is_table:
+        raise UserError(
+            f"{path} is a table, and must be text, JSON lines with 'text', or a corpus: make a corpus of one of its "
+            "columns with mtjax data preprocess --text-key COLUMN"
+        )
 
 
 def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[tuple[list[int], int]]:

@@ -1,6 +1,6 @@
 """Saves that may fail: a full, read-only or unmounted disk costs a checkpoint, and ends the run only if it persists.
 
-Before Orbax starts, each process checks whether it can write its shards, and the processes agree on the result. Later
+Before Orbax starts, each process checks whether the disk has room and can be written to, and the processes agree. Later
 errors occur in Orbax's background thread, and are raised where the save is waited for.
 """
 
@@ -137,7 +137,7 @@ def _has_no_exception(record: logging.LogRecord) -> bool:
 
 
 def obstacle(folder: Path, state: State) -> str | None:
-    """Returns why this process can't write its shards of a checkpoint to a folder; None if no obstacle is known.
+    """Returns why a checkpoint can't be written to a folder that all processes see; None if no obstacle is known.
 
     Object stores are not checked.
     """
@@ -153,13 +153,8 @@ def obstacle(folder: Path, state: State) -> str | None:
         if not isinstance(e, FileNotFoundError) and os.path.lexists(probe):
             probe.unlink(missing_ok=True)
         return f"{folder}: {e.strerror}"
-    needed = sum(
-        shard.data.nbytes
-        for array in jax.tree.leaves(state_arrays(state))
-        for shard in array.addressable_shards
-        # What this process writes: Orbax writes one replica of each shard.
-        if shard.replica_id == 0
-    )
+    # The whole state, not this process's shards: the others write theirs to the same disk.
+    needed = sum(array.nbytes for array in jax.tree.leaves(state_arrays(state)))
     if needed > free:
         return f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB here, and {free / 1e6:,.1f} MB are free"
     return None

@@ -123,7 +123,27 @@ def test_everything_that_is_cleaned(run, tmp_path):
     assert near["like"] == {"file": str(tmp_path / "in.jsonl"), "line": 1}
     assert near["similarity"] > 0.7
     assert (report["documents"], report["kept"], report["repaired"]) == (6, 2, 1)
+    assert report["ids_not_found"] == 1  # x
     assert sum(report["dropped"].values()) == 4
+
+
+def test_documents_without_the_id_that_lists_name_are_not_kept_in_silence(run, tmp_path, capsys):
+    one, two, three, four = texts(4)
+    (tmp_path / "ids.txt").write_text("2\nNone\n")
+    rows = [{"id": 1, "text": one}, {"id": 2.0, "text": two}, {"id": None, "text": three}, {"text": four}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--input", tmp_path / "in.jsonl", "--remove-ids", tmp_path / "ids.txt"]
+    kept, dropped, report = run(*arguments, "--on-error", "skip")
+    assert [row["id"] for row in kept] == [1]
+    assert [(d["line"], d["reason"]) for d in dropped] == [
+        (3, "unusable line"),
+        (4, "unusable line"),
+        (2, "on a removal list"),
+    ]
+    assert report["ids_not_found"] == 1
+    words = [*map(str, arguments), "--output", str(tmp_path / "named.jsonl"), "--workers", "0", "--id-key", "name"]
+    assert clean.main(words) == 2
+    assert "in.jsonl, line 1: no id under the key 'name', by which --remove-ids finds" in capsys.readouterr().err
 
 
 def test_duplicates_in_other_files_and_chunks(run, tmp_path, monkeypatch):

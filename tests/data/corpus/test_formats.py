@@ -452,6 +452,39 @@ def test_columns_of_bytes_and_of_nothing(tokenizer, tmp_path, capsys):
     assert "x.parquet, row 3: no text under the key 'text'; it holds NoneType" in errors
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_two_columns_of_one_name_are_refused(kind, tokenizer, tmp_path, capsys):
+    """The second one would be read in silence."""
+    path = tmp_path / f"x.{kind}"
+    if kind == "csv":
+        path.write_text("text,id,text\none,1,another\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        columns = [pyarrow.array([words]) for words in ("one", "1", "another")]
+        parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "id", "text"]), path)
+    assert run_preprocess(path, tmp_path / "out", tokenizer, "--text-key", "text") == 2
+    assert f"x.{kind} has 2 columns named 'text': rename all but one" in capsys.readouterr().err
+    assert run_preprocess(path, tmp_path / "out", tokenizer, "--text-key", "id") == 0
+    assert run_clean(path, tmp_path / "clean.jsonl", "--text-key", "id") == 2
+    assert "2 columns named 'text'" in capsys.readouterr().err
+
+
+def test_dates_that_python_does_not_have_are_named_by_their_column(tokenizer, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    dates = pyarrow.array([0, 10**14], pyarrow.timestamp("s"))
+    parquet.write_table(pyarrow.table({"text": ["one", "two"], "written": dates}), tmp_path / "x.parquet")
+    assert run_preprocess(tmp_path / "x.parquet", tmp_path / "out", tokenizer) == 0
+    assert run_clean(tmp_path / "x.parquet", tmp_path / "clean.jsonl") == 2
+    assert (
+        "x.parquet has a column 'written' of timestamp[ms] with values that Python does not have: write them"
+        in capsys.readouterr().err
+    )
+
+
 def test_bytes_behind_the_end_of_gzip_are_read_over_with_a_note(tokenizer, expected, tmp_path, capsys):
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines()) + bytes(10) + b"trailing!")
     assert run_preprocess(tmp_path / "x.jsonl.gz", tmp_path / "out", tokenizer) == 0
