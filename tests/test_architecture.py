@@ -70,6 +70,7 @@ IN_MODELS = (
         "adapted_block",
         "pattern_stacks",
         "language_model",
+        "logits",
         "prediction",
         "pipeline_model",
         "writer",
