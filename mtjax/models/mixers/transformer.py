@@ -78,11 +78,12 @@ class SelfAttention(nnx.Module):
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, attention_sinks(model.num_heads)) if model.attention_sinks else None
-        self.relative = None
         if model.position == "relative" and model.relative_bias_layers == "all":
             from mtjax.models.relative import RelativeBias
 
             self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2))
+        else:
+            self.relative = None
         self.options = attention_options(model)
         self.windows = attention_windows(model)
         self.attend = kernel_of(model.attention)
