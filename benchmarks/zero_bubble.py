@@ -67,7 +67,7 @@ def programs() -> dict[str, Program]:
     """Compiles all programs, by name."""
     placed = ShardedModel(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
     ((section,),) = placed.sections
-    parameters = placed.initialize_parameters(0)
+    parameters = placed.on_mesh(jax.jit(placed.draw), jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 2)
 
     def chunk(layers: Tree, x: jax.Array) -> jax.Array:

@@ -16,6 +16,8 @@ from mtjax.families.gpt.model import GPT
 from mtjax.families.retro.model import Retro
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
+from mtjax.models.logits import full_logits
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import make_mesh
 from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.gradients import Accumulate, ManualRegion, distributed_gradients
@@ -76,6 +78,16 @@ def records_like(axes: Any, parameters: Any, mesh: str = "1x1") -> Any:
     return param_specs(axes, parameters, TENSOR, parse_mesh(mesh), "float32")
 
 
+def drawn_parameters(placed: ShardedModel, seed: int = 0) -> Any:
+    """The initial parameters of a run with this seed, each shard drawn on its device."""
+    return placed.on_mesh(jax.jit(placed.draw, out_shardings=placed.parameter_sharding), jax.random.key(seed))
+
+
+def model_logits(model: Any, hidden: jax.Array) -> jax.Array:
+    """The logits of entire samples from a model's final hidden states; BERT's head has a transformation of these."""
+    return model.logits(hidden) if isinstance(model, BERT) else full_logits(model, hidden)
+
+
 @dataclass(frozen=True)
 class Whole:
     """A function of parameters and batch, a sum of losses, as a model that nothing cuts."""
@@ -90,7 +102,7 @@ class Whole:
     def _uncut(self, *arguments: Any, **named: Any) -> Any:
         raise NotImplementedError
 
-    final_boundary = boundary = embed = forward_layers = head_losses = _uncut
+    boundary = embed = forward_layers = head_losses = _uncut
 
 
 def gradients_like(

@@ -14,6 +14,7 @@ from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import RowScores, ScoredRow
 from mtjax.families.gpt.model import GPT
+from mtjax.layout.divisibility import parts_of_samples
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.layer_context import PADDING_MASK
 from mtjax.models.sharded_model import ShardedModel, Tree
@@ -51,10 +52,10 @@ class Scorer:
         self.sharded_model = sharded_model
         self.longest = longest or sharded_model.config.model.sequence_length
         self.batch = sharded_model.config.training.global_batch_size
-        multiple = sharded_model.sample_length_multiple
-        if self.longest % multiple:
+        self._parts = parts_of_samples(sharded_model.layout, sharded_model.mesh_shape)
+        if self.longest % self._parts:
             raise UserError(
-                f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh "
+                f"--sequence-length {self.longest} must be a multiple of {self._parts} on the mesh "
                 f"{sharded_model.mesh_shape}"
             )
         # The rows of a batch that this process gives to its devices.
@@ -63,9 +64,8 @@ class Scorer:
     @cached_property
     def lengths(self) -> list[int]:
         """The row lengths for which programs are compiled."""
-        multiple = self.sharded_model.sample_length_multiple
         steps = (SHORTEST << i for i in range(self.longest.bit_length()))
-        return [n for n in steps if n < self.longest and n % multiple == 0] + [self.longest]
+        return [n for n in steps if n < self.longest and n % self._parts == 0] + [self.longest]
 
     def batches(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
         """Groups the indices of rows into batches of rows with the same shape."""

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mtjax.errors import UserError
 from mtjax.generate.matrix_product import matrix_product
 from mtjax.models.weight_grid import Grid, fitted_grid
-from mtjax.sharding.axes import PartitionSpec, dimension_axes, joined_spec, map_ranks
+from mtjax.sharding.axes import PartitionSpec, dimension_axes, map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
 
 
@@ -68,8 +68,8 @@ class Int4Matrix(StoredWeight):
             return lax.psum(product, axes) if axes else product
 
         of_groups = _group_spec(weight, self.inputs)
-        arguments = (joined_spec(*rows, *weight[: self.inputs]), weight, of_groups, of_groups)
-        mapped = map_ranks(local, arguments, joined_spec(*rows, *weight[self.inputs :]))
+        arguments = (PartitionSpec(*rows, *weight[: self.inputs]), weight, of_groups, of_groups)
+        mapped = map_ranks(local, arguments, PartitionSpec(*rows, *weight[self.inputs :]))
         return mapped(x, self.values, self.group_scales, self.zeros)
 
     def matrix(self, dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
@@ -142,4 +142,4 @@ def _group_spec(sharding: PartitionSpec, inputs: int) -> PartitionSpec:
     """Returns the sharding of [groups, *outputs]: groups like the first dimension of the inputs."""
     # Groups are consecutive in the flattened inputs: with a later dimension sharded, a rank's would not be consecutive.
     assert not any(sharding[1:inputs]), sharding
-    return joined_spec(sharding[0], *sharding[inputs:])
+    return PartitionSpec(sharding[0], *sharding[inputs:])

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from mtjax.generate.inference_weights import Call, Stacks, layer_locations
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import REPLICATED, dimension_axes, joined_spec, partition_spec
+from mtjax.sharding.axes import REPLICATED, PartitionSpec, dimension_axes, partition_spec
 
 Tree = Any
 
@@ -96,7 +96,7 @@ def _layer_at(stack: Array, index: Array) -> Array:
     first, *dimensions = sharding.spec
     degree = math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 0))
     # [ranks, layers of a rank, ...]: each rank indexes its own layers, without communication.
-    shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=joined_spec(first, None, *dimensions))
+    shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=PartitionSpec(first, None, *dimensions))
     layers = shards.shape[1]
     layer = lax.dynamic_index_in_dim(shards, index % layers, axis=1)
     if degree == 1:

@@ -1,6 +1,7 @@
 """The hidden states after the last layer, for evaluation, teachers and other heads."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from jax import Array
@@ -10,7 +11,7 @@ from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.routers import with_text_lengths
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.sharding.axes import current_rules, partition_spec
-from mtjax.sharding.distributed_output import distributed_output
+from mtjax.sharding.distributed_output import by_microbatches, distributed_output
 
 Tree = Any
 
@@ -28,12 +29,14 @@ def final_hidden_states(placed: ShardedModel, parameters: Tree, batch: Batch, mi
     Returns:
       [batch, act_seq, embed].
     """
-    rules, schedule = current_rules(), placed.microbatch_schedule(microbatches or 1)
-    region, batch = dataclasses.replace(placed.region, rules=rules), with_text_lengths(placed.config.model, batch)
-    if placed.stages > 1 or rules.seq or microbatches is not None:
-        specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
-        inputs = (batch, {}, None)
-        return distributed_output(
-            placed.trunk_losses(placed.loss_options), parameters, inputs, region, schedule, specs
-        ).x
-    return run_sections(placed.inference_model(parameters), batch, None)[0].x
+    rules, batch = current_rules(), with_text_lengths(placed.config.model, batch)
+    if placed.stages == 1 and not rules.seq and microbatches is None:
+        return run_sections(placed.inference_model(parameters), batch, None)[0].x
+    count, region = microbatches or 1, dataclasses.replace(placed.region, rules=rules)
+    specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
+    if placed.stages == 1:
+        run = lambda parameters, batch: run_sections(placed.model(parameters), batch, None)[0]  # noqa: E731
+        return distributed_output(by_microbatches(run, count), parameters, batch, region, specs).x
+    schedule: Any = placed.microbatch_schedule(count)
+    run_stages = partial(schedule.final_boundary, placed.trunk_losses(placed.loss_options))
+    return distributed_output(run_stages, parameters, (batch, {}, None), region, specs).x

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.ops import ACTIVATIONS
+from mtjax.models.ops import activation_of
 from mtjax.models.recompute import is_unrolled
 
 # gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
@@ -17,7 +17,7 @@ def gated_activation(name: str) -> Callable[[Array], Array]:
     """Returns a gated activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp]."""
     if name == "swiglu_clamped":
         return _swiglu_clamped
-    activation = jax.nn.silu if name == "swiglu" else ACTIVATIONS[name.replace("geglu", "gelu")]
+    activation = jax.nn.silu if name == "swiglu" else activation_of(name.replace("geglu", "gelu"))
 
     def gated(x: Array) -> Array:
         gate, up = _halves(x)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
@@ -30,6 +31,12 @@ class CachePositions:
     each sequence, [sequences, 1]."""
     count: Int[Array, ""] | None = None
     """Prefill: tokens of the chunk before its padding."""
+
+
+def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Clips position ids to the length of a table of positions, if there is one."""
+    # Padding and idle slots may have any position, and rows outside the table would read as NaN.
+    return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
 
 
 @jax.tree_util.register_dataclass

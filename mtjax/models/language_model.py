@@ -22,7 +22,6 @@ from mtjax.families.registry import FAMILIES, load_part
 from mtjax.layout.weights import embedding_weights
 from mtjax.models.layer_context import RESIDUAL, LayerContext, State
 from mtjax.models.ops import Linear, normal
-from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
@@ -85,12 +84,6 @@ def embed_tokens(
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
 
-def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Clips position ids to the table's length."""
-    # Padding and idle slots may have any position, and rows outside the table would read as NaN.
-    return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
-
-
 class WithVocabulary(nnx.Module):
     """A model whose last product is with the embedding table (tied), or with a separate output table."""
 
@@ -111,15 +104,6 @@ class WithVocabulary(nnx.Module):
         """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
         bias = None if self.output_bias is None else self.output_bias[...]
         return self.output_table[...], bias, replace(self.output_options, vocab_size=vocab_size)
-
-    def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
-        """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states."""
-        # Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
-        table, bias, options = self.output_head()
-        x, weight, sharding = reshard_sequence(hidden, "seq"), table.astype(hidden.dtype), spec("batch", "seq", "vocab")
-        # Accumulated in float32, as in the loss: differences of large logits matter.
-        products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
-        return options.logits(products, bias)
 
 
 class HiddenStates(NamedTuple):
@@ -229,11 +213,6 @@ class TrunkLosses:
 
             losses |= router_reports(list(states.values()))
         return weighted_sums(losses, weights)
-
-    def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
-        """See `LossModel.final_boundary`."""
-        batch, _, keys = microbatch
-        return run_sections(self.model(parameters), batch, keys)[0]
 
 
 def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:

@@ -27,6 +27,9 @@ from mtjax.models.recompute import LoopOverLayers, Recompute, loop_over_layers
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
+Residual = Float[Array, "batch act_seq embed"]
+"""Hidden states between layers (the residual stream)."""
+
 
 def mixer_types(model: Model, kind: str) -> Mapping[str, type[Mixer]]:
     """Returns the mixers of a kind of layer, by name, in the order in which they run."""
@@ -74,8 +77,8 @@ class Layer(nnx.Module):
         }
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
-    ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
+        self, x: Residual, context: LayerContext, states: Mapping[str, State] | None
+    ) -> tuple[Residual, dict[str, State] | None]:
         """Runs the mixers, which add their outputs to the residual stream: each in its turn, or in a parallel layer,
         where all read the same hidden states, all at once. `states` are those of the mixers that have one, by name;
         None if none has. So are the new states, which are returned with the hidden states."""
@@ -109,10 +112,6 @@ class Layer(nnx.Module):
         output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
         # A factor of 1 would be one more operation of the program.
         return x + (output if self.scale == 1 else output * self.scale)
-
-
-Residual = Float[Array, "batch act_seq embed"]
-"""Hidden states between layers (the residual stream)."""
 
 
 class Stack(nnx.Module):
@@ -163,9 +162,8 @@ class Stack(nnx.Module):
         return loop_over_layers(partial(run_layer, context), layers, self.recompute)
 
 
-def run_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
-    """Runs one layer, with its number and its dropout keys, on hidden states [batch, act_seq, embed]; returns them and
-    the layer's new state."""
+def run_layer(context: LayerContext, x: Residual, inputs: LayerInputs) -> tuple[Residual, State]:
+    """Runs one layer, with its number and dropout keys, on hidden states; returns them and the layer's new state."""
     # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
     return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
 

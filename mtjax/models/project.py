@@ -15,7 +15,6 @@ from jaxtyping import Float
 from mtjax.models.recompute import SAVED, is_unrolled
 from mtjax.sharding.axes import (
     PartitionSpec,
-    joined_spec,
     merge_both,
     sequence_is_sharded,
     spec,
@@ -67,7 +66,10 @@ def project(
     else:
         splits_width = width_is_sharded() and sequence == "act_seq"
         sharding = spec("batch", sequence, *(("act_embed",) if splits_width else outputs))
-        bias = _own_part(bias, x) if splits_width and bias is not None else bias
+        if splits_width and bias is not None:
+            from mtjax.models.width import own_width
+
+            bias = own_width(varying_like(bias, x))
     scales = None
     if not isinstance(weight, Array) and _is_stored(weight):
         result, scales = weight.product(x, num_inputs, sharding), weight.scales
@@ -97,13 +99,6 @@ def _is_stored(weight: Any) -> bool:
     from mtjax.sharding.stored_weight import StoredWeight
 
     return isinstance(weight, StoredWeight)
-
-
-def _own_part(bias: Array, x: Array) -> Array:
-    """Returns a rank's part of a bias of the residual stream's width, with 2D tensor parallelism."""
-    from mtjax.models.width import own_width
-
-    return own_width(varying_like(bias, x))
 
 
 def letters_of(*dimensions: int) -> tuple[str, ...]:
@@ -162,7 +157,7 @@ def _product_backward(
     # With sequence parallelism, the gradient of a row-parallel product is sharded along the sequence. It is
     # all-gathered once for both products. XLA: it may gather it for each of them, as it does where a microbatch is one
     # sample.
-    gradient = reshard(gradient, joined_spec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
+    gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
     # XLA: on CPUs, it copies an operand into another order for a product over several dimensions, so they are merged.
     outer, gradient, weight = merge_both(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)

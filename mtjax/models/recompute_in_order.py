@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from mtjax.sharding.after import after, first, of_ranks
-from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, varying_like
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, varying_like
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
 Tree = Any
@@ -132,7 +132,7 @@ def _no_token(x: Array) -> Array:
 
 def _over_ranks() -> PartitionSpec:
     """Returns the sharding of an array of a number per rank along explicit axes."""
-    return joined_spec(tuple(sorted(explicit_axes())))
+    return PartitionSpec(tuple(sorted(explicit_axes())))
 
 
 def _token_of(gradients: Tree, like: Array) -> Array:

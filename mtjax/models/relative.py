@@ -7,9 +7,15 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
+from mtjax.config.sizes import head_dim
 from mtjax.layout.weights import relative_table
 from mtjax.models.ops import normal
 from mtjax.sharding.axes import spec
+
+
+def initial_query_scale(model: Model) -> float:
+    """Returns the factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5, else 1."""
+    return head_dim(model) ** -0.5 if model.position == "relative" else 1.0
 
 
 class RelativeBias(nnx.Module):

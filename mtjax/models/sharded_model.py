@@ -15,7 +15,7 @@ from mtjax.config import Config, replace
 from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import output_shape
 from mtjax.layout.attention_kernel import Kernel, choose_kernel
-from mtjax.layout.divisibility import check_config, parts_of_samples
+from mtjax.layout.divisibility import check_config
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -92,8 +92,8 @@ class ShardedModel:
         self.bind_records()
 
     def bind_records(self) -> None:
-        """Builds the manual region of these parameters."""
-        self.region = ManualRegion(self.mesh_shape, self.layout.rules, self.records)
+        """Builds the manual region of these parameters, which a step has, too."""
+        self.region = self.step_region = ManualRegion(self.mesh_shape, self.layout.rules, self.records)
 
     def is_trainable(self, name: str) -> bool:
         """Returns whether a training step differentiates by the parameter of a dotted name."""
@@ -128,10 +128,6 @@ class ShardedModel:
         """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
         return with_sharding(self.abstract_parameters, self.parameter_sharding)
 
-    def initialize_parameters(self, seed: int) -> Tree:
-        """Draws the initial parameters of a training run with this seed, each shard on its device."""
-        return self.on_mesh(jax.jit(self.draw, out_shardings=self.parameter_sharding), jax.random.key(seed))
-
     def model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
@@ -153,11 +149,6 @@ class ShardedModel:
     def batch_names(self) -> tuple[str, ...]:
         """Names of the arrays of a batch that the model reads."""
         return tuple(self.abstract_batch())
-
-    @property
-    def sample_length_multiple(self) -> int:
-        """A number of which the length of every sample must be a multiple."""
-        return parts_of_samples(self.layout, self.mesh_shape)
 
     def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
         """Returns shapes, types and shardings of a batch."""

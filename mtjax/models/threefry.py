@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import reshard
 from jaxtyping import Int, Key, UInt32
 
-from mtjax.sharding.axes import PartitionSpec, joined_spec
+from mtjax.sharding.axes import PartitionSpec
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -53,7 +53,7 @@ def random_halves(
     """
     # XLA: indices of the entire shape, with the batch. What does not depend on it would be a kernel of its own.
     row, column = _counters(shape, sharding, rows, first=1)
-    words = reshard(jax.vmap(jax.random.key_data)(keys), joined_spec(sharding[0]))
+    words = reshard(jax.vmap(jax.random.key_data)(keys), PartitionSpec(sharding[0]))
     return jax.vmap(halves, in_axes=(0, 0, 0, None, None))(words, row, column, shape[-1], site)
 
 
@@ -89,7 +89,7 @@ def _counters(
 
     def count(dimension: int) -> Array:
         if dimension == first and rows is not None:
-            row_indices = reshard(rows.astype(jnp.uint32), joined_spec(sharding[first]))
+            row_indices = reshard(rows.astype(jnp.uint32), PartitionSpec(sharding[first]))
             return lax.broadcast_in_dim(row_indices, shape, (first,), out_sharding=sharding)
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 

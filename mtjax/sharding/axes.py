@@ -77,11 +77,6 @@ def partition_spec(rules: Rules, names: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(_entry(rules.axes(name)) for name in names))
 
 
-def joined_spec(*entries: Any) -> PartitionSpec:
-    """Returns the sharding of an array whose dimensions are sharded as some of others' are: an entry for each."""
-    return PartitionSpec(*entries)
-
-
 def dimension_axes(partition: PartitionSpec, dim: int) -> Axes:
     """Returns the mesh axes over which `partition` shards a dimension; () where it does not."""
     entry = partition[dim] if dim < len(partition) else None

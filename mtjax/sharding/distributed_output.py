@@ -1,5 +1,7 @@
 """Computes a model's output, or its losses without gradients, for a global batch."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,29 +10,41 @@ from jax import lax
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import REPLICATED, psum_varying, varying_axes
-from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, Sums, mark_varying
+from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, Sums, in_microbatches
 from mtjax.sharding.rank_values import psum_shards
+from mtjax.sharding.zero import gather_for_inference, gather_for_step
 
 Tree = Any
 
 
-def distributed_output(
-    model: LossModel,
-    parameters: Tree,
-    batch: Tree,
-    region: ManualRegion,
-    schedule: MicrobatchSchedule,
-    specs: Tree,
-) -> Tree:
-    """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
+OfRank = Callable[[Tree, Tree, Tree], Tree]
+"""(a rank's parameters, sharded as `storage_spec`; its samples; the records of the parameters) -> its output."""
+
+
+def distributed_output(output_of: OfRank, parameters: Tree, batch: Tree, region: ManualRegion, specs: Tree) -> Tree:
+    """Computes an output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
         """Runs on each rank."""
-        batch = region.mark_stage_varying(batch)
-        output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
+        output = output_of(*region.mark_varying(parameters, batch), region.records)
         return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
 
     return region.map(local, batch, specs)(parameters, region.shard_batch(batch))
+
+
+def by_microbatches(run: Callable[[Tree, Tree], Tree], count: int) -> OfRank:
+    """Returns the function that runs a model, a function of parameters and samples, on one microbatch after another."""
+
+    def output_of(parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """Gathers the parameters, once for all microbatches, and joins the outputs."""
+        used = gather_for_inference(records, parameters)
+        if count == 1:
+            return run(used, batch)
+        used = gather_for_step(records, used)
+        outputs = lax.map(partial(run, used), in_microbatches(batch, count))
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
+
+    return output_of
 
 
 def distributed_losses(
@@ -40,8 +54,7 @@ def distributed_losses(
 
     def local(parameters: Tree, batch: Tree) -> Sums:
         """Runs on each rank."""
-        batch = region.mark_stage_varying(batch)
-        losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
+        losses = schedule.losses(model, *region.mark_varying(parameters, batch), region.records)
         return jax.tree.map(psum_varying, losses)
 
     return region.map(local, batch, REPLICATED)(parameters, region.shard_batch(batch))

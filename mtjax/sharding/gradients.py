@@ -63,12 +63,14 @@ class ManualRegion:
                 spec = with_axes(PartitionSpec(*spec, *(None,) * (dim + 1 - len(spec))), dim, sharded)
         return spec
 
-    def mark_stage_varying(self, batch: Tree) -> Tree:
-        """Marks a rank's batch as varying over pipeline stages, which do different work on the same samples."""
-        if STAGE not in self.manual:
-            return batch
-        vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731
-        return jax.tree.map(vary, batch)
+    def mark_varying(self, parameters: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """Marks a rank's parameters and samples as varying over the axes over which its work differs from others'."""
+        if STAGE in self.manual:
+            # Pipeline stages do different work on the same samples.
+            batch = jax.tree.map(lambda a: lax.pcast(a, (STAGE,), to="varying"), batch)
+        # The transpose of a cast to varying is an all-reduce. Done here, outside the differentiated function, it is
+        # never transposed. Without it, jax would insert the cast, and autodiff the all-reduce, at each use of a value.
+        return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), parameters), batch
 
     def shard_batch(self, batch: Tree) -> Tree:
         """Shards a batch, arrays [batch] or [batch, seq], over ranks."""
@@ -104,13 +106,6 @@ class ManualRegion:
     @staticmethod
     def _only(specs: Tree, axes: Axes) -> Tree:
         return jax.tree.map(lambda spec: only_axes(spec, axes), specs)
-
-
-def mark_varying(values: Tree, batch: Tree) -> Tree:
-    """Marks `values` as varying over every axis over which the batch varies."""
-    # The transpose of a cast to varying is an all-reduce. Done here, outside the differentiated function, it is never
-    # transposed. Without it, jax would insert the cast, and autodiff the all-reduce, at each use of a value.
-    return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves(batch)), values)
 
 
 AddsUp = Callable[[ParamSpec], bool]
@@ -262,13 +257,14 @@ class LossModel(Protocol):
         """Computes the losses of a microbatch."""
         ...
 
-    def final_boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """Computes the hidden states behind the last layer."""
-        ...
-
 
 MicrobatchSchedule: TypeAlias = "Accumulate | PipelineSchedule"
 """The order in which a rank works through microbatches and chunks of layers; runs inside a `ManualRegion`."""
+
+
+def in_microbatches(batch: Tree, count: int) -> Tree:
+    """Reshapes arrays [samples, ...] to [microbatches, samples of a microbatch, ...]."""
+    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
 
 
 @dataclass(frozen=True)
@@ -308,7 +304,7 @@ class Accumulate:
             return self.add(records, sums, gradients), losses
 
         # One trace for all microbatches; the carry is updated in place.
-        gradients, losses = lax.scan(accumulate, sums, self._microbatches(batch))
+        gradients, losses = lax.scan(accumulate, sums, in_microbatches(batch, self.num_microbatches))
         # Weights divide by the counts of the global batch, so that sums over microbatches are means.
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), gradients
 
@@ -319,19 +315,6 @@ class Accumulate:
     def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """Computes the losses alone, from this rank's parameters, sharded as `storage_spec`; one microbatch."""
         return model.loss_sums(gather_for_inference(records, parameters), batch)
-
-    def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """Computes the hidden states behind the last layer."""
-        used = gather_for_inference(records, parameters)
-        if self.num_microbatches == 1:
-            return model.final_boundary(used, batch)
-        used = gather_for_step(records, used)
-        outputs = lax.map(lambda microbatch: model.final_boundary(used, microbatch), self._microbatches(batch))
-        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
-
-    def _microbatches(self, batch: Tree) -> Tree:
-        """Reshapes arrays [samples, ...] to [microbatches, samples of a microbatch, ...]."""
-        return jax.tree.map(lambda a: a.reshape(self.num_microbatches, -1, *a.shape[1:]), batch)
 
     def zeros(self, records: Tree, wrapped: Tree, shards: Tree) -> Tree:
         """Builds the gradient accumulators of parameters as `Reduction.wrap` returns them, and as layers use them."""
@@ -367,8 +350,7 @@ def distributed_gradients(
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
         """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
         # What varies over an axis has a gradient that is local to each rank along it.
-        batch = region.mark_stage_varying(batch)
-        parameters = mark_varying(parameters, batch)
+        parameters, batch = region.mark_varying(parameters, batch)
         of_trained, own = model, trained(records, parameters)
         if own is not parameters:
             # Frozen parameters are bound to the model, so that what follows sees trained ones alone.

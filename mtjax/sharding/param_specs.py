@@ -1,4 +1,4 @@
-"""One record per parameter: its names, its shardings, how its gradient is reduced; shardings of states and batches."""
+"""One record per parameter: its names, its shardings, how its gradient is reduced; shardings of batches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -55,18 +54,15 @@ class ParamSpec:
     see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
     gather_dtype: str | None
     """Type in which it is gathered; None where ZeRO does not shard it."""
+    is_of_every_tick: bool
+    """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2 and 3
+    gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
     is_gathered_per_step: bool
     """Whether it is gathered once per step: by ZeRO-1 and 2, and by ZeRO-3 if `is_of_every_tick`."""
     is_trainable: bool
     """Whether it is trained; a frozen parameter has no gradient and no moments."""
     dtype: str = "float32"
     """Type in which it is stored between steps."""
-
-    @property
-    def is_of_every_tick(self) -> bool:
-        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2
-        and 3 gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
-        return _is_of_every_tick(self.name, self.deferred_axes)
 
     @property
     def is_stacked(self) -> bool:
@@ -93,10 +89,6 @@ class ParamSpec:
         """`grad_reduction` where it is used: of one layer, without the leading dimension, when it is stacked."""
         whole = self.grad_reduction
         return replace(whole, dim=whole.dim - 1) if self.is_sharded_within_layers else whole
-
-
-def _is_of_every_tick(name: str, deferred_axes: Axes) -> bool:
-    return bool(deferred_axes) and name.startswith(BLOCK)
 
 
 def dotted(path: Any) -> str:
@@ -141,6 +133,7 @@ def param_specs(
         compute_spec, shards = partition_spec(layout.rules, names), mesh.degree(zero_axes)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
+        is_of_every_tick = bool(deferred) and name.startswith(BLOCK)
         return ParamSpec(
             name=name,
             axes=names,
@@ -152,7 +145,8 @@ def param_specs(
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
-            is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or _is_of_every_tick(name, deferred)),
+            is_of_every_tick=is_of_every_tick,
+            is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or is_of_every_tick),
             is_trainable=trainable,
             dtype=master_dtype if trainable and is_narrow else "float32",
         )
@@ -199,16 +193,6 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
 def shardings(specs: Tree, mesh: Mesh) -> Tree:
     """Converts a tree of partition specs to shardings."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation, parameters: Tree, param_shardings: Tree, mesh: Mesh
-) -> Tree:
-    """Returns the shardings of the optimizer's state: moments like their parameters, counters replicated."""
-    # XLA: without them, a jitted `init` replicates the moments on every device.
-    state, everywhere = jax.eval_shape(optimizer.init, parameters), lambda _: replicated(mesh)
-    like_parameter = lambda _, sharding: sharding  # noqa: E731
-    return optax.tree_map_params(optimizer, like_parameter, state, param_shardings, transform_non_params=everywhere)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -218,22 +218,22 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     table = jax.tree.leaves(records)
     stacks = sharded_stacks(table)
-    once = {i: _parameter(leaf) for i, leaf in enumerate(leaves) if table[i].is_gathered_per_step}
-    pending = {i for i, p in once.items() if isinstance(p, ShardedParam) and not p.keep_for_backward}
+    inner = [leaf.array if isinstance(leaf, ReplicatedParam) else leaf for leaf in leaves]
+    pending = {
+        i: p
+        for i, (p, record) in enumerate(zip(inner, table, strict=True))
+        if record.is_gathered_per_step and isinstance(p, ShardedParam) and not p.keep_for_backward
+    }
     # XLA: an all-gather returns its sharded dimension outermost and then transposes, in another buffer. Layer by layer
     # that buffer is of one layer.
     for members in stacks:
-        if sharded := [i for i in members if i in pending]:
-            for i, array in zip(sharded, gather_layers([once[i] for i in sharded]), strict=True):
-                full = once[i].in_full(array)
+        if here := [i for i in members if i in pending]:
+            for i, array in zip(here, gather_layers([pending[i] for i in here]), strict=True):
+                full = pending[i].in_full(array)
                 leaves[i] = replace(leaves[i], array=full) if isinstance(leaves[i], ReplicatedParam) else full
-    for i in pending.difference(*stacks):
+    for i in set(pending).difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
-
-
-def _parameter(leaf: Any) -> Any:
-    return leaf.array if isinstance(leaf, ReplicatedParam) else leaf
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:

@@ -28,7 +28,6 @@ from mtjax.models.largest_scores import (
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.factors import sharded_by_rows, times_factors
-from mtjax.sharding.gradients import ManualRegion
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
@@ -43,16 +42,10 @@ class QKClipStep(TrainStep):
     def bind_records(self) -> None:
         """See `ShardedModel.bind_records`: the region of a step has the zeros; states and other readers have none."""
         super().bind_records()
-        # Kept before the zeros are taken out: only a step's gradients have them.
-        self._observed = self.region
         trees = self.axes, self.abstract_parameters, self.records
         self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
+        # `step_region` keeps them: only a step's gradients have them.
         self.region = dataclasses.replace(self.region, records=self.records)
-
-    @property
-    def step_region(self) -> ManualRegion:
-        """See `TrainStep.step_region`."""
-        return self._observed
 
     def build(self, key: Array) -> LanguageModel:
         """See `ShardedModel.build`; adds the zeros."""

@@ -22,14 +22,7 @@ from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import ManualRegion, distributed_gradients, total_loss
-from mtjax.sharding.param_specs import (
-    optimizer_shardings,
-    partition_specs,
-    replicated,
-    shardings,
-    trained,
-    with_sharding,
-)
+from mtjax.sharding.param_specs import partition_specs, replicated, shardings, trained, with_sharding
 from mtjax.sharding.zero import Reduction
 from mtjax.train.optimizer import GOOD, make_learning_rate, make_optimizer, norm_and_first_bad
 
@@ -81,11 +74,13 @@ class TrainStep(ShardedModel):
         return State(everywhere, everywhere, self.parameter_sharding, self.optimizer_sharding(), loss_scale)
 
     def optimizer_sharding(self) -> Tree:
-        """Returns the sharding of each array of the optimizer's state."""
-        # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
+        """Returns the sharding of each array of the optimizer's state: counters are replicated."""
+        # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well. XLA:
+        # without shardings, a jitted `init` replicates them on every device.
         moments = shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        like = self.optimized(self.abstract_parameters)
-        return optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        state = jax.eval_shape(self.optimizer.init, self.optimized(self.abstract_parameters))
+        like_parameter, everywhere = lambda _, sharding: sharding, lambda _: replicated(self.mesh)
+        return optax.tree_map_params(self.optimizer, like_parameter, state, moments, transform_non_params=everywhere)
 
     @cached_property
     def abstract_state(self) -> State:
@@ -262,11 +257,6 @@ class TrainStep(ShardedModel):
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
         return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
-
-    @property
-    def step_region(self) -> ManualRegion:
-        """The manual region of the step."""
-        return self.region
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""

@@ -20,7 +20,7 @@ from jax import Array, lax
 from mtjax.config import Config
 from mtjax.layout.host_order import exchange_pairs
 from mtjax.layout.stages import LayerOrder, Orders, order_of
-from mtjax.sharding.axes import joined_spec
+from mtjax.sharding.axes import PartitionSpec
 from mtjax.sharding.host_memory import HOST, is_traced_on_host, on_device
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.optimizer import make_optimizer
@@ -63,14 +63,14 @@ class Ranks:
     def divided(self, stack: Array) -> Array:
         """Divides the first dimension: [layers of all ranks, ...] -> [ranks, layers, ...]."""
         spec = jax.typeof(stack).sharding.spec
-        place = joined_spec(spec[0], None, *spec[1:])
+        place = PartitionSpec(spec[0], None, *spec[1:])
         return lax.reshape(stack, (self.count, self.layers, *stack.shape[1:]), out_sharding=place)
 
     def joined(self, stack: Array) -> Array:
         """Undoes `divided`."""
         spec = jax.typeof(stack).sharding.spec
         shape = self.count * self.layers, *stack.shape[2:]
-        return lax.reshape(stack, shape, out_sharding=joined_spec(spec[0], *spec[2:]))
+        return lax.reshape(stack, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
 
     def layer(self, stack: Array, k: Array) -> Array:
         """Takes a layer of each rank: [ranks, layers, ...] -> [ranks, ...]."""

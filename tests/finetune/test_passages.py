@@ -30,7 +30,7 @@ from mtjax.train.step import make_train_step
 from tests.data.corpora import write_bert_vocab
 from tests.finetune.test_chats import resumed_to_the_bit
 from tests.retrieval.test_generated import CHUNK, SETTINGS
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import drawn_parameters, mesh_of, model_logits, tiny_config
 
 pytestmark = pytest.mark.usefixtures("bare_end")
 LENGTH = 48
@@ -87,7 +87,7 @@ def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:
 @pytest.mark.long
 def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
     """A row's logits are those of its tokens and neighbours as `mtjax generate` gives them to the model."""
-    drawn, draw = placed.initialize_parameters(0), np.random.default_rng(0)
+    drawn, draw = drawn_parameters(placed), np.random.default_rng(0)
     moved = jax.tree.map(lambda a: np.asarray(a) + 0.1 * draw.standard_normal(a.shape).astype(np.float32), drawn)
     parameters = jax.tree.map(jax.device_put, moved, placed.parameter_sharding)
     samples = encoded(tokenizer, ROWS)
@@ -99,7 +99,7 @@ def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
     def logits(parameters, batch):
         with use_rules(placed.layout.rules.with_whole_samples):
             model = reader.inference_model(parameters)
-            return model.logits(model.final_hidden(run_sections(model, batch, None)[0].x))
+            return model_logits(model, model.final_hidden(run_sections(model, batch, None)[0].x))
 
     sample, at = rows[0], 0
     names = reader.family.batch_arrays(reader.config)

@@ -22,7 +22,7 @@ from mtjax.inspect.compiled import memory_of
 from mtjax.inspect.targets import find_target
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
-from tests.tiny import LATENT, VOCAB, initial_state, mesh_of, program_of, tiny_config
+from tests.tiny import LATENT, VOCAB, drawn_parameters, initial_state, mesh_of, model_logits, program_of, tiny_config
 
 LLAMA = {
     "family": "llama",
@@ -67,7 +67,7 @@ def decoder_of(family: str, mesh: str, dtype: str = "float32") -> GenerationProg
     """Builds a decoder with random weights that are large enough for varied texts."""
     config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
     placed = ShardedModel(config, mesh_of(mesh))
-    return GenerationPrograms(placed, placed.initialize_parameters(0))
+    return GenerationPrograms(placed, drawn_parameters(placed))
 
 
 def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) -> Engine:
@@ -125,8 +125,8 @@ def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     placed = decoder_of(kind, "1x1").placed
     tokens = np.array([[*PROMPTS[1], *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
-        model = placed.inference_model(placed.initialize_parameters(0))
-        logits = jax.jit(lambda tokens: model.logits(model(tokens)))(tokens)[0, :, :VOCAB]
+        model = placed.inference_model(drawn_parameters(placed))
+        logits = jax.jit(lambda tokens: model_logits(model, model(tokens)))(tokens)[0, :, :VOCAB]
     known = np.asarray(jax.nn.log_softmax(np.asarray(logits)))[
         np.arange(len(PROMPTS[1]) - 1, tokens.size - 1), tokens[0, len(PROMPTS[1]) :]
     ]

@@ -12,7 +12,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
-from tests.tiny import VOCAB, mesh_of, program_of, tiny_config
+from tests.tiny import VOCAB, drawn_parameters, mesh_of, model_logits, program_of, tiny_config
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "num_layers": 3, "sequence_length": 48, "init_std": 0.3}
 LONG = {"rope_short_factors": (1.0, 2.0), "rope_long_factors": (4.0, 4.0)}
@@ -35,7 +35,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str, Any]) -> None:
     config = tiny_config(**fields)
     placed = ShardedModel(config, mesh_of("1x4"))
-    parameters = placed.initialize_parameters(0)
+    parameters = drawn_parameters(placed)
     engine = Engine(
         GenerationPrograms(placed, parameters), 2, chunks=(8, 16), prefill_tokens_per_step=8, min_cache_length=16
     )
@@ -55,7 +55,7 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
     def forward(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model.logits(model(jax.sharding.reshard(tokens, spec("batch", None))))
+            return model_logits(model, model(jax.sharding.reshard(tokens, spec("batch", None))))
 
     with jax.set_mesh(program.mesh):
         logits = jax.jit(forward)(whole, tokens)
@@ -68,6 +68,6 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
 def test_longrope_generates_up_to_the_original_length() -> None:
     fields = FIELDS["longrope's short factors, windows in all layers"]
     placed = ShardedModel(tiny_config(**fields), mesh_of("1x1"))
-    engine = Engine(GenerationPrograms(placed, placed.initialize_parameters(0)), 1, chunks=(16,), min_cache_length=16)
+    engine = Engine(GenerationPrograms(placed, drawn_parameters(placed)), 1, chunks=(16,), min_cache_length=16)
     with pytest.raises(UserError, match="context length is 40"):
         engine.submit(Request(tuple(range(40)), Sampling(1)))

@@ -17,7 +17,7 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.plan.inference import decoding_memory
 from mtjax.sharding.axes import use_rules
 from tests.families.hybrid.test_model import QWEN3_NEXT, SHARED, SIZES
-from tests.tiny import VOCAB, mesh_of, tiny_config
+from tests.tiny import VOCAB, drawn_parameters, mesh_of, model_logits, tiny_config
 
 CHUNK = 16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def decoder_of(pattern: str, mesh: str, dtype: str) -> GenerationPrograms:
     sizes = SIZES | SETTINGS.get(pattern, {}) | {"family": "hybrid", "layer_pattern": pattern}
     config = tiny_config(**sizes, num_layers=len(pattern), init_std=0.3, sequence_length=96, compute_dtype=dtype)
     placed = ShardedModel(config, mesh_of(mesh))
-    return GenerationPrograms(placed, placed.initialize_parameters(0))
+    return GenerationPrograms(placed, drawn_parameters(placed))
 
 
 def engine_of(
@@ -116,8 +116,8 @@ def test_log_probabilities_are_those_of_training(pattern: str, mesh: str) -> Non
     assert count == 32
     placed, row = engine.decoder.placed, np.array([[*prompt, *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
-        model: Any = placed.inference_model(placed.initialize_parameters(0))
-        logits = np.asarray(jax.jit(lambda row: model.logits(model(row)))(row))[0, :, :VOCAB].astype(np.float64)
+        model: Any = placed.inference_model(drawn_parameters(placed))
+        logits = np.asarray(jax.jit(lambda row: model_logits(model, model(row)))(row))[0, :, :VOCAB].astype(np.float64)
     known = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     at = np.arange(len(prompt) - 1, row.size - 1)
     written: Any = [token.logprob for token in out]

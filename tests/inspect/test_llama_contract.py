@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mtjax.analysis.anatomy import anatomy_of
-from mtjax.analysis.counts import rank_parameters
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
+from tests.counted import rank_parameters
 from tests.inspect.steps import needs_aot, required_of, tiny
 from tests.inspect.test_contract import sent
 from tests.tiny import LATENT

@@ -19,6 +19,7 @@ from mtjax.inspect.targets import find_target
 from mtjax.layout.layouts import TENSOR, Layout
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.rules import DATA, MODEL, Rules
+from mtjax.models.logits import full_logits
 from mtjax.models.mixers.transformer import MLP
 from mtjax.sharding import gradients
 from mtjax.sharding.axes import spec
@@ -65,7 +66,7 @@ def test_a_replicated_weight():
 def test_gathered_logits(monkeypatch):
     def naive(self, stream, batch, keys, options):
         with jax.named_scope("loss"):
-            logits = reshard(self.logits(self.final_norm(stream.x)), PartitionSpec(None, None, None))
+            logits = reshard(full_logits(self, self.final_norm(stream.x)), PartitionSpec(None, None, None))
             picked = jnp.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
             return {"loss": jax.nn.logsumexp(logits, axis=-1) - picked}
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from mtjax.models.sharded_model import ShardedModel
-from tests.tiny import batch_of, mesh_of, program_of, tiny_config
+from tests.tiny import batch_of, drawn_parameters, mesh_of, program_of, tiny_config
 
 
 def test_a_placed_model_is_the_one_that_a_run_begins_with():
     program = program_of("2x4", zero=1)
     placed = ShardedModel(tiny_config(zero=1), mesh_of("2x4"), trains=True)
-    parameters, expected = placed.initialize_parameters(0), program.initialize(0).parameters
+    parameters, expected = drawn_parameters(placed), program.initialize(0).parameters
     jax.tree.map(np.testing.assert_array_equal, parameters, expected)
     for leaf, target, trained in zip(
         *map(jax.tree.leaves, (parameters, placed.restore_target, program.abstract_state.parameters)), strict=True

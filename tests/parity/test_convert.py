@@ -28,6 +28,7 @@ from tests.parity.converted import (
     roberta,
     without_unused_positions,
 )
+from tests.tiny import model_logits
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
@@ -226,7 +227,7 @@ def test_text_to_text_models_are_transformers_own_there_and_back(family, tmp_pat
     def run(parameters: Any, *arrays: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model.logits(model(*arrays))
+            return model_logits(model, model(*arrays))
 
     with jax.set_mesh(program.mesh):
         placed = (jax.device_put(array, program.batch_sharding) for array in (read, written, mask))

@@ -23,6 +23,7 @@ from mtjax.sharding.axes import make_mesh, use_rules
 from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES, Case
+from tests.tiny import model_logits
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip(
@@ -74,7 +75,7 @@ def logits_of_source(
     def run(parameters: Any, batch: Any) -> Any:
         with use_rules(sharded.layout.rules):
             model: Any = sharded.model(parameters)
-            return model.logits(forward(model, batch))
+            return model_logits(model, forward(model, batch))
 
     with jax.set_mesh(sharded.mesh):
         placed = jax.device_put(batch, sharded.batch_sharding)

@@ -19,7 +19,7 @@ from mtjax.train.step import make_train_step
 from tests.parity.compare import assert_same_gradients, relative
 from tests.parity.megatron_retro import FILE, SIZES, batch, weights
 from tests.parity.trees import nested
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import mesh_of, model_logits, tiny_config
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -88,4 +88,4 @@ def logits_of(program: Any, parameters: Any, placed: Any) -> Any:
 
     with use_rules(program.layout.rules):
         model: Any = program.model(parameters)
-        return model.logits(model.final_hidden(run_sections(model, placed, None)[0].x))
+        return model_logits(model, model.final_hidden(run_sections(model, placed, None)[0].x))

@@ -19,7 +19,7 @@ from tests.parity.compare import (
     shaken,
     weights_of,
 )
-from tests.tiny import host_batch, tiny_config
+from tests.tiny import host_batch, model_logits, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
@@ -150,7 +150,7 @@ def test_logits_loss_and_gradients_equal_transformers(settings, mesh):
     loss.backward()
 
     def forward(model: Any, batch: Any) -> Any:
-        return model.logits(model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"]))
+        return model_logits(model, model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"]))
 
     found = computed(config, mesh, as_ours(weights_of(network), config), forward)
     assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < 1e-4

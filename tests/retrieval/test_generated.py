@@ -18,7 +18,7 @@ from mtjax.models.language_model import run_sections
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from tests.data.corpora import write_bert_vocab
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import drawn_parameters, mesh_of, model_logits, tiny_config
 
 CHUNK, LENGTH = 8, 32
 SETTINGS = {
@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parameters():
     """Of one device; the norms' scales and biases are not those of the beginning."""
-    drawn = ShardedModel(tiny_config(**SETTINGS), mesh_of("1x1")).initialize_parameters(0)
+    drawn = drawn_parameters(ShardedModel(tiny_config(**SETTINGS), mesh_of("1x1")))
     draw = np.random.default_rng(0)
     return jax.tree.map(lambda a: np.asarray(a) + 0.1 * draw.standard_normal(a.shape).astype(np.float32), drawn)
 
@@ -98,7 +98,7 @@ def test_a_text_is_what_one_pass_over_it_predicts(writer, tokenizer, parameters,
     def logits(parameters, batch):
         with use_rules(placed.layout.rules.with_whole_samples):
             model = placed.inference_model(parameters)
-            return model.logits(model.final_hidden(run_sections(model, batch, None)[0].x))
+            return model_logits(model, model.final_hidden(run_sections(model, batch, None)[0].x))
 
     wanted = np.asarray(placed.on_mesh(jax.jit(logits), writer._model.parameters, batch))[0, :, :71]
     assert found == wanted[len(ids) - 1 : -1].argmax(-1).tolist()

@@ -20,7 +20,7 @@ from mtjax.serve import kv_mailbox, lockstep
 from mtjax.serve.lockstep import LockstepLeader, follow
 from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.serve.replicas import replicas_on
-from tests.tiny import mesh_of, tiny_config
+from tests.tiny import drawn_parameters, mesh_of, tiny_config
 
 
 class Service:
@@ -82,7 +82,7 @@ def ask(engine: Engine | RemoteReplica) -> list[RecordedEvents]:
 @pytest.mark.long
 def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> None:
     placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
-    decoder, service = GenerationPrograms(placed, placed.initialize_parameters(0)), Service()
+    decoder, service = GenerationPrograms(placed, drawn_parameters(placed)), Service()
     for module in (kv_mailbox, lockstep):
         monkeypatch.setattr(module, "service", lambda: service)
     monkeypatch.setattr(kv_mailbox, "POLL_MS", 200)

@@ -32,6 +32,7 @@ from mtjax.models.language_model import (
 )
 from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.logits import full_logits
 from mtjax.models.ops import dropout, make_norm, normal
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
@@ -161,7 +162,7 @@ class BERT(Encoder, WithVocabulary):
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states."""
         features = self.head(reshard_sequence(hidden, "seq"))
-        return super().logits(features) + self.head.bias[...]
+        return full_logits(self, features) + self.head.bias[...]
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -30,7 +30,6 @@ from mtjax.models.language_model import (
     Section,
     WithVocabulary,
     embed_tokens,
-    in_table,
     position_table,
     run_sections,
     vocabulary_table,
@@ -199,6 +198,8 @@ class GPT(Decoder, WithVocabulary):
         self, tokens: Int[Array, "batch seq"], cache_positions: "CachePositions", length: int
     ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
         """Embeds new tokens of sequences in KV caches of `length` tokens; returns the layers' inputs."""
+        from mtjax.models.kv_cache import in_table
+
         del length
         batch = {"tokens": tokens, "position_ids": in_table(self.positions, cache_positions.positions)}
         hidden = self._embed(batch, None, None)

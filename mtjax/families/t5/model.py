@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length, output_shape, padded_vocab_size
 from mtjax.layout.stacks import LayerStack, stacks_of
-from mtjax.models.kv_cache import CachePositions
+from mtjax.models.kv_cache import CachePositions, in_table
 from mtjax.models.language_model import (
     EMBEDDING_SITE,
     Batch,
@@ -26,7 +26,6 @@ from mtjax.models.language_model import (
     Section,
     WithVocabulary,
     embed_tokens,
-    in_table,
     position_table,
     run_sections,
     vocabulary_table,

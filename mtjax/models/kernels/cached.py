@@ -120,7 +120,7 @@ def attend_grouped(
     # Before the cap and the biases, which apply to scores of the real size.
     if key_scales is not None:
         scores *= key_scales[:, :, None, None]
-    scores = options.cap(scores)
+    scores = _capped(scores, options.softcap)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
     scores = jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE)
@@ -169,7 +169,12 @@ def attend_latent(
         preferred_element_type=jnp.float32,
         out_sharding=spec("batch", "heads", "seq", "key_seq"),
     )
-    scores = options.cap(scores)
+    scores = _capped(scores, options.softcap)
     scores = scores if bias is None else scores + bias
     probabilities = jax.nn.softmax(jnp.where(is_visible[:, None], scores, HIDDEN_SCORE), axis=-1).astype(keys.dtype)
     return jnp.einsum("bhqk,bkc->bqhc", probabilities, keys[..., :latent], out_sharding=spec(*HEADS))
+
+
+def _capped(scores: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
+    """Caps scores, where there is a cap."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

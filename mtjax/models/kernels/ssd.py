@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import joined_spec, spec, varying_like, where
+from mtjax.sharding.axes import PartitionSpec, spec, varying_like, where
 
 HIGHEST = lax.Precision.HIGHEST
 Inputs = TypeVar("Inputs", bound=Any)
@@ -265,7 +265,7 @@ def joined(chunks: Array) -> Array:
 
 def _reshaped(x: Array, shape: tuple[int, ...], place: tuple[Any, ...]) -> Array:
     # Since jax 0.11, a reshape forgets how dimensions of size 1 are sharded, such as a single group of heads.
-    return x.reshape(shape, out_sharding=joined_spec(*place)) if any(place) else x.reshape(shape)
+    return x.reshape(shape, out_sharding=PartitionSpec(*place)) if any(place) else x.reshape(shape)
 
 
 def whole_chunks(inputs: Inputs, size: int) -> Inputs:

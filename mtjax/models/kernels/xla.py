@@ -3,7 +3,7 @@
 It runs on any device, with dropout, masks and biases.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -52,18 +52,6 @@ class AttentionOptions:
     def scale_of(self, width: int) -> float:
         """Returns the factor of the scores of heads of this width."""
         return width**-0.5 if self.scale is None else self.scale
-
-    def cap(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Caps scores, where there is a cap."""
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
-
-    def in_layer(self, windows: tuple[int, ...] | None, layer: Int[Array, ""] | int | None) -> "AttentionOptions":
-        """Returns the options of a layer, by its number, where `windows` are those of all layers; None for none."""
-        if windows is None:
-            return self
-        from mtjax.models.of_layer import of_layer
-
-        return replace(self, window=of_layer(windows, layer), windows=windows)
 
 
 HEADS = ("batch", "seq", "heads", "head_dim")

@@ -15,9 +15,10 @@ from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
 from mtjax.models.layer_context import LayerContext, State
-from mtjax.models.mixers.transformer import attention_options, initial_query_scale
+from mtjax.models.mixers.transformer import attention_options
 from mtjax.models.ops import Linear
 from mtjax.models.project import reshard_sequence
+from mtjax.models.relative import initial_query_scale
 
 PROBABILITIES_SITE = 3
 

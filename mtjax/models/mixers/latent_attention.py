@@ -184,7 +184,7 @@ class LatentAttention(nnx.Module):
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         # Queries go to the width of the latents: scores are products with the cache itself, of all heads.
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
-        options = self.options.in_layer(self.windows, context.layer)
+        options = options_in_layer(self, context)
         mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, options, context.bias)
         return self.key_value_up.value(mixed), state
 

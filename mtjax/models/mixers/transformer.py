@@ -5,7 +5,7 @@ Attention is sharded by heads: no communication between its two projections (Fig
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,6 @@ from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.ops import Linear, activation_of, constant, normal, scaled
 from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import SAVED, is_unrolled
-
-if TYPE_CHECKING:
-    from mtjax.models.relative import RelativeBias
-
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -82,7 +78,12 @@ class SelfAttention(nnx.Module):
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, attention_sinks(model.num_heads)) if model.attention_sinks else None
-        self.relative = _relative_bias(model, jax.random.fold_in(key, 2))
+        if model.position == "relative" and model.relative_bias_layers == "all":
+            from mtjax.models.relative import RelativeBias
+
+            self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2))
+        else:
+            self.relative = None
         self.options = attention_options(model)
         self.windows = attention_windows(model)
         self.attend = kernel_of(model.attention)
@@ -133,17 +134,13 @@ class SelfAttention(nnx.Module):
 
 def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
     """Returns the options of attention in a layer, with its window and what its scores are observed by."""
-    options, zeros = mixer.options.in_layer(mixer.windows, context.layer), mixer.largest_scores
+    options, zeros = mixer.options, mixer.largest_scores
+    if mixer.windows is not None:
+        from mtjax.models.of_layer import of_layer
+
+        window = of_layer(mixer.windows, context.layer)
+        options = dataclasses.replace(options, window=window, windows=mixer.windows)
     return options if zeros is None else dataclasses.replace(options, largest_scores=zeros[...])
-
-
-def _relative_bias(model: Model, key: Array) -> "RelativeBias | None":
-    """Builds a layer's table of relative biases, if every layer has its own."""
-    if model.position != "relative" or model.relative_bias_layers != "all":
-        return None
-    from mtjax.models.relative import RelativeBias
-
-    return RelativeBias(model, key=key)
 
 
 class FusedQKV(nnx.Module):
@@ -157,9 +154,11 @@ class FusedQKV(nnx.Module):
         # Sharded by heads, the third dimension: a rank's shard has the query, key and value of its heads.
         sizes = self_attention_products(model)["qkv"]
         self.weight = normal(key, sizes.weight, model.init_std)
-        if (scale := initial_query_scale(model)) != 1:
+        if model.position == "relative":
+            from mtjax.models.relative import initial_query_scale
+
             # Only the query's third of [embed, 3, heads, head_dim].
-            self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
+            self.weight[...] *= jnp.array([initial_query_scale(model), 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, sizes.outputs) if attention_biases(model)[0] else None
         self.is_read_linearly = is_linear(model)
 
@@ -193,11 +192,6 @@ def attention_options(model: Model) -> AttentionOptions:
     from mtjax.models.alibi import Alibi
 
     return dataclasses.replace(options, alibi=Alibi.of(model))
-
-
-def initial_query_scale(model: Model) -> float:
-    """Returns the factor of the initial query weights: head_dim^-0.5 where scores are not scaled, as in T5, else 1."""
-    return head_dim(model) ** -0.5 if model.position == "relative" else 1.0
 
 
 class MLP(nnx.Module):

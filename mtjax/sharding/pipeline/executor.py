@@ -21,7 +21,7 @@ from jax import Array, lax
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
 from mtjax.sharding.axes import context_axes
-from mtjax.sharding.gradients import LossModel, Sums, add_gradients, zeros_like_shards
+from mtjax.sharding.gradients import LossModel, Sums, add_gradients, in_microbatches, zeros_like_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
@@ -70,7 +70,7 @@ class PipelineSchedule:
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `Accumulate.gradients`."""
         wrapped = self.prepare_parameters(reduction.records, reduction.wrap(parameters))
-        microbatches = _microbatches(batch, self.training.microbatches)
+        microbatches = in_microbatches(batch, self.training.microbatches)
         run = _Run(cast(PipelineModel, model), reduction.records, wrapped, microbatches, self.training, self.order)
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
@@ -83,7 +83,7 @@ class PipelineSchedule:
         return self._evaluation_run(model, parameters, batch, records).losses()
 
     def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """See `Accumulate.final_boundary`."""
+        """Computes the hidden states behind the last layer."""
         return self._evaluation_run(model, parameters, batch, records).output()
 
     def _evaluation_run(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
@@ -97,15 +97,10 @@ class PipelineSchedule:
             cast(PipelineModel, model),
             records,
             wrapped,
-            _microbatches(batch, count),
+            in_microbatches(batch, count),
             self.evaluation(count),
             self.order,
         )
-
-
-def _microbatches(batch: Tree, count: int) -> Tree:
-    """Reshapes arrays [samples, ...] to [count, samples / count, ...]."""
-    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
 
 
 def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
