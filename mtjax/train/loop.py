@@ -278,11 +278,12 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 check_steps(run, state)
             # All processes stop after the same step, whichever of them received the signal.
             signal_name = stop.at(step)
-            if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
+            last = last or bool(signal_name)
+            if last or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 jax.block_until_ready(results)  # so that the time of the save does not include the steps in flight
                 clock.pause(start_timer.SAVE)
                 run.corruption_checks.check_state(step, state)
-                run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
+                run.saves.save(state, run.config, consumed, must_succeed=last)
                 if run.time_log is not None:
                     run.time_log.write(step)
                 clock.restart(step)
@@ -291,7 +292,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 clock.pause(start_timer.SAVE)
                 run.local.save(state, run.config, consumed)
                 clock.restart(step)
-            if signal_name or last:
+            if last:
                 break
     return state, signal_name
 
@@ -366,7 +367,7 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
         return False
     if run.best.best.update(entry):
         clock.pause(start_timer.SAVE)
-        run.best.saves.save(state, run.config, consumed, last=True)
+        run.best.saves.save(state, run.config, consumed, wait=True)
         clock.restart(entry["step"])
     return run.best.best.is_over
 
