@@ -105,7 +105,7 @@ class Prepared:
 class BestCheckpoint:
     """The best validation, and the checkpoint of its step."""
 
-    best: Best
+    validation: Best
     saves: Saves
 
 
