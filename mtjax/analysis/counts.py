@@ -242,8 +242,3 @@ def peak_stage_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     # Megatron's first stage has the embedding and the last the head; those between have less than both.
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}
     return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)
-
-
-def rank_parameters(anatomy: Anatomy, tensor_degree: int) -> int:
-    """Returns the parameters of one tensor parallel rank, without stages (section 3 of arXiv 1909.08053)."""
-    return stage_counts(anatomy, Plan(MeshShape(model=tensor_degree), 1, 1)).all

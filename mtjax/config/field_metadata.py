@@ -42,10 +42,6 @@ class Bound:
     most: float = math.inf
     """Maximum value."""
 
-    def admits(self, value: Any) -> bool:
-        """Returns whether a value is allowed."""
-        return self.why_not(value) is None
-
     def why_not(self, value: Any) -> str | None:
         """Returns the text after "must be" in the error message; None if the value is allowed."""
         if not self.is_enough(value):

@@ -267,7 +267,7 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     return config
 
 
-def rows_of(model: Model) -> int:
+def unpadded_vocab_size(model: Model) -> int:
     """Returns the size of the vocabulary without padding."""
     assert model.vocab_size is not None  # every source sets it
     return model.vocab_size

@@ -50,7 +50,6 @@ MTJAX_BF16_WIRE = replace(MTJAX, reduced=2)
 MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
 MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
 """The float32 copy of the gradients counts with the optimizer."""
-FP32 = Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
 
 
 @dataclass(frozen=True)

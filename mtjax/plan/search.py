@@ -260,7 +260,7 @@ def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
     return Found(fitting, excessive, limit)
 
 
-def best_plan(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
+def fitting_plans(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
     """The result of `search`, if any plan fits.
 
     Raises:

@@ -10,6 +10,7 @@ from mtjax.analysis import counts, flops
 from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
+from tests.rank_parameters import rank_parameters
 
 GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 
@@ -118,7 +119,7 @@ def test_amdahl():
 
 
 def test_parameters_per_rank_split_what_the_paper_splits():
-    one, eight = counts.rank_parameters(GPT_345M, 1), counts.rank_parameters(GPT_345M, 8)
+    one, eight = rank_parameters(GPT_345M, 1), rank_parameters(GPT_345M, 8)
     replicated = 24 * 6 * 1024 + (1024 + 2) * 1024
     assert one == counts.parameters(GPT_345M)
     assert eight == (one - replicated) // 8 + replicated

@@ -11,6 +11,7 @@ from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.layout import plan as plans
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
+from tests.rank_parameters import rank_parameters
 
 GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 
@@ -26,7 +27,7 @@ def test_megatron_states_to_the_byte():
     [
         (plans.MEGATRON_FP16, 20, 4, 16),
         (plans.MEGATRON_BF16, 18, 6, 12),
-        (plans.FP32, 16, 8, 8),
+        (plans.Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4), 16, 8, 8),
         (plans.MTJAX, 16, 4, 12),
     ],
 )
@@ -119,7 +120,7 @@ def test_relative_positions_are_made_once_and_their_gradients_summed():
 def test_microbatches_add_to_one_sum_of_gradients():
     one = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 8))
     many = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 1))
-    assert one.gradients == 4 * counts.rank_parameters(GPT_8B, 8)
+    assert one.gradients == 4 * rank_parameters(GPT_8B, 8)
     outside = (51_200 / 8 + 1024 + 2) * 3072
     assert many.gradients == one.gradients + 4 * outside
 
@@ -130,7 +131,7 @@ def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
     each = 2 * 1024 * 3072 * 18
     assert [m.kept for m in stages] == [each * n for n in (4, 3, 2, 1)]
     assert [m.logits > 0 for m in stages] == [False, False, False, True]
-    table, layer = 51_200 * 3072 / 8, (counts.rank_parameters(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
+    table, layer = 51_200 * 3072 / 8, (rank_parameters(GPT_8B, 8) - 51_200 * 3072 / 8 - 1026 * 3072) / 72
     expected = [18 * layer + table + 1024 * 3072, 18 * layer, 18 * layer, 18 * layer + table + 2 * 3072]
     assert [counts.stage_counts(GPT_8B, plan, i).all for i in range(4)] == pytest.approx(expected)
 
@@ -142,7 +143,7 @@ def test_stages_hold_their_layers_embeddings_and_microbatches_in_flight():
 def test_every_stage_of_mtjax_holds_what_is_outside_and_as_many_layers_as_the_fullest(settings, layers):
     plan = Plan(parse_mesh("1x4x8"), 64, 1, **settings)
     table, vectors = 51_200 * 3072 / 8, (1024 + 2) * 3072
-    layer = (counts.rank_parameters(GPT_8B, 8) - table - vectors) / 72
+    layer = (rank_parameters(GPT_8B, 8) - table - vectors) / 72
     assert {counts.stage_counts(GPT_8B, plan, i).all for i in range(4)} == {layers * layer + table + vectors}
     assert len({memory.stage_memory(GPT_8B, plan, i).total for i in range(4)}) == 1
 

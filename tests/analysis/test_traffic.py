@@ -7,12 +7,12 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis.anatomy import anatomy_of, gpt
-from mtjax.analysis.counts import rank_parameters
 from mtjax.analysis.traffic import bandwidth_demand, ring_factor, sent_by_axis, transfers
 from mtjax.config import Config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import DATA, STAGE
+from tests.rank_parameters import rank_parameters
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 TENSOR = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")

@@ -8,7 +8,6 @@ from jax import lax
 
 from mtjax import config
 from mtjax.analysis.anatomy import anatomy_of
-from mtjax.analysis.counts import rank_parameters
 from mtjax.analysis.flops import compiled_flops
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report
@@ -19,6 +18,7 @@ from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import DATA
 from mtjax.sharding import param_comm as parameters
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
+from tests.rank_parameters import rank_parameters
 
 BSH = 2 * 64 * 64
 

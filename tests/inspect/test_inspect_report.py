@@ -14,7 +14,6 @@ from rich.console import Console
 
 from mtjax import cli
 from mtjax.analysis.anatomy import anatomy_of
-from mtjax.analysis.counts import rank_parameters
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
 from mtjax.commands.train import Options as TrainOptions
 from mtjax.inspect import text
@@ -28,6 +27,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.plan.search import describe
 from tests.inspect.steps import needs_aot, tiny
+from tests.rank_parameters import rank_parameters
 
 
 def rendered(report: Report) -> str:

@@ -20,6 +20,7 @@ from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.sharding.axes import make_mesh
 from mtjax.train.step import make_train_step
 from tests.inspect.steps import has_cudnn, theory_of
+from tests.rank_parameters import rank_parameters
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
 
@@ -43,7 +44,7 @@ def test_formula_counts_exactly_what_a_rank_holds(mesh):
     held = sum(
         jax.numpy.prod(jax.numpy.array(s.shard_shape(a.shape))).item() for a, s in zip(leaves, places, strict=True)
     )
-    assert counts.rank_parameters(anatomy_of(run.model), shape.model) == held
+    assert rank_parameters(anatomy_of(run.model), shape.model) == held
 
 
 def test_slots_of_stages_that_hold_no_layer_are_not_counted():

@@ -9,11 +9,12 @@ from flax import nnx
 
 from mtjax import config as configs
 from mtjax.analysis.anatomy import anatomy_of
-from mtjax.analysis.counts import parameters, rank_parameters
+from mtjax.analysis.counts import parameters
 from mtjax.config import Config
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.language_model import model_class
 from mtjax.sharding.axes import use_rules
+from tests.rank_parameters import rank_parameters
 from tests.same_numbers import assert_same
 from tests.tiny import LATENT, mesh_of, program_of, run_steps, tiny_config
 
