@@ -91,7 +91,7 @@ def llama(kind: str) -> tuple[dict, dict, dict]:
 
 def greedy_texts(folder, mesh: str, storage: Storage = PLAIN) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh, storage=storage)
-    decoder = GenerationPrograms(loaded.placed, loaded.parameters, storage=storage, grids=loaded.grids)
+    decoder = GenerationPrograms(loaded.sharded_model, loaded.parameters, storage=storage, grids=loaded.grids)
     engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
     for prompt, tokens in zip(PROMPTS, texts, strict=True):

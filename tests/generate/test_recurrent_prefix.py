@@ -114,7 +114,7 @@ def test_log_probabilities_are_those_of_training(pattern: str, mesh: str) -> Non
     texts(engine, SYSTEM + tokens(6, 3))
     (out,), count = reused(engine, prompt)
     assert count == 32
-    placed, row = engine.decoder.placed, np.array([[*prompt, *(token.id for token in out)]])
+    placed, row = engine.decoder.sharded_model, np.array([[*prompt, *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
         model: Any = placed.inference_model(placed.initialize_parameters(0))
         logits = np.asarray(jax.jit(lambda row: model.logits(model(row)))(row))[0, :, :VOCAB].astype(np.float64)
