@@ -1392,8 +1392,8 @@ FAULTS = (
     ),
     Fault(
         "analysis: a ring's all-reduce sends every byte once",
-        "return 2 * (ranks - 1) / ranks",
-        "return (ranks - 1) / ranks",
+        '"all-reduce": 2,',
+        '"all-reduce": 1,',
         "inspect",
         "test_ring_factors",
     ),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
-from mtjax.analysis.traffic import ring_factor
+from mtjax.analysis.traffic import RING_PASSES, ring_factor
 from mtjax.errors import UserError
 from mtjax.inspect.cpu_promotion import widened_sums
 from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
@@ -19,17 +19,7 @@ ALL_TO_ALL = "all-to-all"
 REDUCE_SCATTER = "reduce-scatter"
 RAGGED = "ragged-all-to-all"
 SUMS = (ALL_REDUCE, REDUCE_SCATTER)
-KINDS = (
-    ALL_REDUCE,
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    ALL_TO_ALL,
-    RAGGED,
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-    "recv",
-)
+KINDS = tuple(RING_PASSES)
 
 ON_CPUS = {
     REDUCE_SCATTER: (ALL_REDUCE, "all-reduce and slice: CPU programs write a reduce-scatter that way"),
