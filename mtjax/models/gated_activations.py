@@ -1,6 +1,6 @@
 """Activations with two projections as input, gate and up (GLU, arXiv 2002.05202)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,19 @@ from mtjax.models.recompute import is_unrolled
 # gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
 _LIMIT, _STEEPNESS = 7.0, 1.702
 
+_OF_GATE: Mapping[str, Callable[[Array], Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": ACTIVATIONS["gelu"],
+    "geglu_exact": ACTIVATIONS["gelu_exact"],
+}
+"""Gated activation -> activation of its gate, which multiplies the up projection."""
+
 
 def gated_activation(name: str) -> Callable[[Array], Array]:
     """Returns a gated activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp]."""
     if name == "swiglu_clamped":
         return _swiglu_clamped
-    activation = jax.nn.silu if name == "swiglu" else ACTIVATIONS[name.replace("geglu", "gelu")]
+    activation = _OF_GATE[name]
 
     def gated(x: Array) -> Array:
         gate, up = _halves(x)
