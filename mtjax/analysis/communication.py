@@ -118,7 +118,7 @@ def _contract(
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
-    sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
+    sharing = [axis for axis in AXES if axis in layout.rules.token_axes]
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}

@@ -134,7 +134,7 @@ class GenerationPrograms:
         self.sharded_model, self.config = sharded_model, sharded_model.config
         self.start_id, self.storage = start_id, storage
         self.is_encoder_decoder = issubclass(sharded_model.family, T5)
-        self.rules = sharded_model.layout.rules.with_whole_samples
+        self.rules = sharded_model.layout.rules.with_replicated_activations
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
         alone_on_cpu = sharded_model.mesh.size == 1 and sharded_model.mesh.devices.flat[0].platform == "cpu"

@@ -50,7 +50,7 @@ class Filler:
             )
         self._model, self._sharded_model = model, sharded_model
         self._mask = special_id(model.tokenizer, MASK)
-        self._rules = sharded_model.layout.rules.with_whole_samples
+        self._rules = sharded_model.layout.rules.with_replicated_activations
 
     def fill(self, prompt: str, number: int = 5) -> list[list[Filling]]:
         """Returns, for each mask of a text in order, its most likely tokens in descending order; at most 20.

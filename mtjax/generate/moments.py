@@ -78,7 +78,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
     tokens = jnp.asarray(ids[: samples * length], jnp.int32).reshape(samples, 1, length)
     found: dict[tuple[str, int], np.ndarray] = {}
-    with jax.set_mesh(sharded_model.mesh), use_rules(sharded_model.layout.rules.with_whole_samples):
+    with jax.set_mesh(sharded_model.mesh), use_rules(sharded_model.layout.rules.with_replicated_activations):
         # Samples are independent texts: each begins with empty caches, and what a layer returns of them is dropped.
         states = empty_caches(sharded_model.config.model, 1, length, jnp.float32)
 

@@ -93,7 +93,7 @@ class NeighbourWriter:
           UserError: the retriever's database has no such document.
         """
         self._model, self._sharded_model, self._config = model, model.sharded_model, model.sharded_model.config.model
-        self._rules = model.sharded_model.layout.rules.with_whole_samples
+        self._rules = model.sharded_model.layout.rules.with_replicated_activations
         self._rows, self._retriever = rows, retriever
         self._without = frozenset(retriever.document(name) for name in without) if retriever else frozenset[int]()
         longest, vocab = self._config.sequence_length, padded_vocab_size(self._config)

@@ -66,7 +66,7 @@ class Layout:
     @property
     def zero_axes(self) -> Axes:
         """Mesh axes over which ZeRO shards what is replicated otherwise; also axes that the mesh doesn't have."""
-        return zero_axes(self.rules.shared_work)
+        return zero_axes(self.rules.token_axes)
 
     @property
     def sequence(self) -> bool:

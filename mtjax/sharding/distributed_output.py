@@ -28,7 +28,7 @@ def distributed_output(
         """Runs on each rank."""
         batch = region.mark_stage_varying(batch)
         output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
-        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
+        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.token_axes), output)
 
     return region.map(local, batch, specs)(parameters, region.shard_batch(batch))
 

@@ -218,7 +218,7 @@ def test_quantized_cache(kind) -> None:
     query = random.standard_normal((1, 5, 4, 16)).astype(np.float32)
     options = AttentionOptions(0.0)
     positions = CachePositions(jax.numpy.arange(5)[None], jax.numpy.int32(1), jax.numpy.int32(5))
-    with jax.set_mesh(make_mesh(MeshShape(), jax.devices()[:1])), use_rules(TENSOR.rules.with_whole_samples):
+    with jax.set_mesh(make_mesh(MeshShape(), jax.devices()[:1])), use_rules(TENSOR.rules.with_replicated_activations):
         sizes = (3, 2, 8, 16)
         caches = ((QuantizedKVCache.empty(*sizes, kind), new), (KVCache.empty(*sizes, np.float32), exact))
 

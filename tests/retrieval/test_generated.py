@@ -96,7 +96,7 @@ def test_a_text_is_what_one_pass_over_it_predicts(writer, tokenizer, parameters,
     batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
 
     def logits(parameters, batch):
-        with use_rules(placed.layout.rules.with_whole_samples):
+        with use_rules(placed.layout.rules.with_replicated_activations):
             model = placed.inference_model(parameters)
             return model.logits(model.final_hidden(run_sections(model, batch, None)[0].x))
 
