@@ -18,7 +18,7 @@ def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> Mapping[str, int]:
     held, adapters = peak_stage_counts(anatomy, plan).shared, trainable_counts(anatomy, plan).shared
     blocks, of_blocks = block_counts(anatomy, plan), block_counts(anatomy, plan, trained=True)
     symbols = {
-        "model_ways": plan.mesh.model,
+        "model_degree": plan.mesh.model,
         "shared_parameters": _shared_parameters(anatomy, plan),
         "parameters_used_again": _used_again(anatomy, plan),
         "outside_parameters": held.all - held.in_layers - blocks.all,

@@ -76,7 +76,7 @@ class Report:
 
     step: CompiledStep
     symbols: Symbols
-    """Symbols of the contract's formulas with their values, and the one-letter symbols of earlier versions."""
+    """Symbols of the contract's formulas with their values, and the symbols of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
     rows: tuple[CollectiveRow, ...]
@@ -132,7 +132,7 @@ def inspect(
     reads = unread is None and target.server is not None if kernels is None else kernels
     if not reads:
         return report(compile_step(config, target), contract, time_on, teacher, unread=unread)
-    # Kernels of a step are hundreds of files, which nobody needs once they are read.
+    # Kernels of a step are hundreds of files, which are not needed once they are read.
     with TemporaryDirectory(prefix="mtjax-kernels-") as name:
         folder = Path(name)
         step = compile_step(config, target, folder)

@@ -1,4 +1,4 @@
-"""The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
+"""The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence parallelism."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,7 +206,7 @@ def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
-    """How tokens may come to other ranks' experts; `gather` alone where there are none, or these have a capacity."""
+    """Returns how tokens may be sent to other ranks' experts: by all-gathers alone if there are none, or a capacity."""
     is_free = plan.expert_degree > 1 and anatomy.model.capacity_factor is None
     return ("all-gather", "all-to-all") if is_free else ("all-gather",)
 
@@ -267,7 +267,7 @@ def fitting_plans(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
     found = search(anatomy, base, gpus, server, space)
-    # Stages may be as unequal as they like only if nothing else fits, as all wait for the fullest.
+    # Stages may be as unequal as they like only if nothing else fits, as all wait for the slowest.
     if not found.fitting:
         found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf))
     if found.fitting:
@@ -305,8 +305,9 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
         for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
-        # Without such divisors, pipeline stages may take a factor of two.
-    } | {gpus * 2**k for k in range(1, 7)}
+    }
+    # Without such divisors, pipeline stages may take a factor of two.
+    counts |= {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 
 

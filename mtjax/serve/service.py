@@ -184,7 +184,7 @@ async def _unless_disconnected(receive: Receive, work: Awaitable[Response]) -> R
     finally:
         for task in (response, disconnect):
             task.cancel()
-        # Awaited after they were cancelled, or asyncio would report exceptions that nobody retrieved.
+        # Awaited after they were cancelled, or asyncio would report exceptions that were not retrieved.
         await asyncio.gather(response, disconnect, return_exceptions=True)
 
 

@@ -134,7 +134,7 @@ class Product:
 def unrepeated(products: Sequence[Product]) -> list[Product]:
     """Returns the matmuls that the recompute of a layer omits: the last one, experts', and those of their biases, whose
     results its backward pass does not read."""
-    # XLA removes what nobody reads: the layer's output is saved already, as the input of the next layer.
+    # XLA removes what is not read: the layer's output is saved already, as the input of the next layer.
     return [product for product in products if product.experts or product.is_output or product is products[-1]]
 
 
