@@ -112,7 +112,7 @@ def scale_digits(fp8: str, scales: str) -> int:
 
 def num_scales(digits: int) -> int:
     """Returns how many scales there are, whose inverses have so many binary digits."""
-    # Each binary digit behind the first doubles the numbers of an exponent.
+    # Each binary digit after the first doubles the numbers of an exponent.
     return EXPONENTS << (digits - 1)
 
 

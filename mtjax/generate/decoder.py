@@ -284,7 +284,7 @@ class GenerationPrograms:
 
     def _decode(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
         """Traces a decode step; `active` is bool[sequences]."""
-        # An inactive sequence gets a position behind the end of the cache, where the scatter drops its keys and values.
+        # An inactive sequence gets a position past the end of the cache, where the scatter drops its keys and values.
         positions = jnp.where(active, state.positions, cache_length(cache))
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
         table, bias, output = weights.model.output_head(self.vocab_size)

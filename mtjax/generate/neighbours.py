@@ -282,7 +282,7 @@ class NeighbourWriter:
         with use_rules(self._rules):
             model = self._sharded_model.inference_model(parameters)
             assert isinstance(model, Retro)
-            # Attention is causal: the zeros behind a row's text do not change its last hidden state.
+            # Attention is causal: the zeros after a row's text do not change its last hidden state.
             hidden = model.final_hidden(run_sections(model, batch, None)[0].x)
             table, bias, output = model.output_head(self._config.vocab_size or 0)
             last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

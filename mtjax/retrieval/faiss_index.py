@@ -124,5 +124,5 @@ class FaissIndex:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Returns the sentence in faiss' message, behind the place in its source."""
+    """Returns the sentence in faiss' message, after the place in its source."""
     return first_line(error).rpartition("Error: ")[2]

@@ -224,7 +224,7 @@ def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
 
     Args:
       sums: gradient accumulators, float32, in the shapes of `stack`.
-      x: hidden states behind the last layer.
+      x: hidden states after the last layer.
       stack: what the loop over layers carried unchanged; nothing else may read it.
     """
     return x
@@ -263,7 +263,7 @@ class LossModel(Protocol):
         ...
 
     def final_boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """Computes the hidden states behind the last layer."""
+        """Computes the hidden states after the last layer."""
         ...
 
 
@@ -321,7 +321,7 @@ class Accumulate:
         return model.loss_sums(gather_for_inference(records, parameters), batch)
 
     def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """Computes the hidden states behind the last layer."""
+        """Computes the hidden states after the last layer."""
         used = gather_for_inference(records, parameters)
         if self.num_microbatches == 1:
             return model.final_boundary(used, batch)

@@ -100,7 +100,7 @@ class Product:
     is_unsaved: bool = False
     """Of an adapter: whether it is the second matmul, which is not saved with the products with weights."""
     reads_input: bool = False
-    """Whether its input is that of a layer's component, behind the norm: the gradient goes to the layers below."""
+    """Whether its input is that of a layer's component, after the norm: the gradient goes to the layers below."""
     experts: int = 0
     """Experts whose matrices share the rows of tokens (a grouped matmul); 0 for a single matrix."""
     again: bool = False

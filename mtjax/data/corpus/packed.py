@@ -168,7 +168,7 @@ class _Decompressed(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
-        # What was left behind a member comes before the rest of the file.
+        # What was left after a member comes before the rest of the file.
         data = self._input or self._raw.read(INPUT_BYTES)
         self._input = b""
         if not data:
@@ -179,7 +179,7 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self._path} is corrupted: its {self._compression.name} data are invalid ({e})") from e
 
     def _start_next_member(self) -> None:
-        """Goes on behind the end of a member."""
+        """Goes on after the end of a member."""
         # Zeros pad a file to the blocks of a tape, or to the parts of an upload.
         left = self._decoder.unused_data.lstrip(b"\0")
         # A magic number may be cut by the border of a block.
@@ -191,7 +191,7 @@ class _Decompressed(io.RawIOBase):
         self._ended = True
         if left:
             size = len(left) + sum(len(data) for data in iter(lambda: self._raw.read(OUTPUT_BYTES), b""))
-            say(f"note    {self._path} has {size:,} bytes behind the end of its {self._compression.name} data: ignored")
+            say(f"note    {self._path} has {size:,} bytes after the end of its {self._compression.name} data: ignored")
 
 
 class _Recoded(io.RawIOBase):

@@ -101,7 +101,7 @@ class Windows:
           UserError: `length` has no space for a passage after a question.
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
-        # [CLS], the question, and the separators behind it.
+        # [CLS], the question, and the separators after it.
         self.starts = [1 + len(self.questions[number]) + self.format.between for number, _, _ in self.windows]
         rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
