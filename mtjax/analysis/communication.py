@@ -90,7 +90,8 @@ def _contract(
     joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """`pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: whether XLA adds outputs first."""
+    """Builds the contract. `pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: whether XLA adds
+    outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,
@@ -166,7 +167,7 @@ def without_idle(line: Expectation, stack: Stack) -> Expectation:
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
-    """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
+    """Returns what stages of a pipeline send each other, in every tick forward and backward, and once a step.
 
     Args:
       anatomy: of the model; with several sections, the streams of all travel together.

@@ -229,7 +229,7 @@ def _row(equal: list[Collective]) -> CollectiveRow:
 
 
 def landmarks(step: CompiledStep) -> Landmarks:
-    """Returns the sizes by which unexpected arrays of this step are recognised."""
+    """Returns the sizes by which unexpected arrays of this step are recognized."""
     outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjection))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]

@@ -156,7 +156,7 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
 
 
 def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
-    """Everything the search may choose on a mesh, without settings that change nothing.
+    """Yields everything that the search may choose on a mesh, without settings that change nothing.
 
     Of schedules it leaves out GPipe: with the bubble of 1F1B it keeps more.
     """
@@ -212,7 +212,8 @@ def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
-    """Numbers of chunks that divide a stage's layers of every section, where stages have equal shares; 1 without."""
+    """Returns the numbers of chunks that divide a stage's layers of every section, where stages have equal shares; 1
+    without."""
     if stages == 1:
         return [1]
     return divisors(math.gcd(*(sum(stack.layers for stack in section) // stages for section in anatomy.sections)))
@@ -220,7 +221,8 @@ def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
 
 @cache
 def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, tuple[int, ...] | None]:
-    """Numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all are equal.
+    """Returns the numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all
+    are equal.
 
     Equal shares alone where the stages divide the layers of every section; else shares as equal as they can be, which
     sections of different lengths don't have.
@@ -241,7 +243,7 @@ def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, t
 
 
 def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
-    """All plans on `gpus`.
+    """Finds all plans on `gpus`.
 
     `base` gives what is not searched: global batch, precision, attention kernel, dropout.
     """
@@ -261,7 +263,7 @@ def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 
 
 def fitting_plans(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
-    """The result of `search`, if any plan fits.
+    """Returns the result of `search`, if any plan fits.
 
     Raises:
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
@@ -293,7 +295,7 @@ def fitting_plans(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space
 def nearest_feasible(
     anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None
 ) -> Candidate | None:
-    """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
+    """Finds the best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
     searched = (search(anatomy, base, n, server, space) for n in _counts_near(anatomy, base, gpus, server))
     return next((found.best for found in searched if found.fitting), None)
 
@@ -319,7 +321,7 @@ def gpus_within(
     server: Server,
     space: Space | None = None,
 ) -> Candidate:
-    """The plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
+    """Finds the plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
 
     Raises:
       UserError: no number of GPUs does, with the time of the largest that there is.
@@ -349,7 +351,7 @@ def gpus_within(
 
 
 def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[int]:
-    """Numbers of GPUs that some mesh has: inside one server, or whole servers."""
+    """Returns the numbers of GPUs that some mesh has: inside one server, or whole servers."""
     counts = {
         data * stage * context * model
         for data in divisors(base.global_batch_size)
@@ -363,7 +365,7 @@ def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a few words: mesh, microbatch, and what is switched on."""
+    """Describes a plan in a few words: mesh, microbatch, and what is switched on."""
     parts = [f"mesh {plan.mesh}", f"microbatch {plan.microbatch_size}", f"recompute {plan.recompute}"]
     if plan.zero:
         parts.append(f"ZeRO-{plan.zero}")
@@ -387,7 +389,7 @@ def describe(plan: Plan) -> str:
 
 
 def _in_runs(numbers: tuple[int, ...]) -> str:
-    """27,27,26; of many stages 2x3 + 60x2."""
+    """Writes the layers of stages: 27,27,26; of many stages 2x3 + 60x2."""
     if len(numbers) <= 4:
         return ",".join(map(str, numbers))
     return " + ".join(f"{len(list(run))}x{number}" for number, run in groupby(numbers))

@@ -246,7 +246,7 @@ Sums = dict[str, Array]
 
 
 def total_loss(sums: Sums) -> Array:
-    """Adds up the losses, without the counters: the value that is minimised."""
+    """Adds up the losses, without the counters: the value that is minimized."""
     # Losses are scalars; counters, such as the tokens of each expert, are arrays.
     return sum((value for value in sums.values() if not value.ndim), start=jnp.zeros(()))
 

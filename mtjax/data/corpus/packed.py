@@ -1,4 +1,4 @@
-"""Opens text files whatever they are packed in: gzip, zstd, bz2 and xz are recognised by content, not by name.
+"""Opens text files whatever they are packed in: gzip, zstd, bz2 and xz are recognized by content, not by name.
 
 UTF-16 and UTF-32 with a byte order mark become UTF-8. Archives and formats that can't be read are refused by name, with
 what to do about them.
@@ -20,7 +20,7 @@ from mtjax.errors import UserError, require
 INPUT_BYTES = 1 << 16
 OUTPUT_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
-"""Bytes at the beginning of a file by which its format is recognised."""
+"""Bytes at the beginning of a file by which its format is recognized."""
 LONGEST_MAGIC = 6
 ZSTD_MAGIC = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 | kind]) + b"\x2a\x4d\x18" for kind in range(16)))
 """Of frames with data, and of the skippable ones that pzstd and the seekable format add."""

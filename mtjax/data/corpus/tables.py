@@ -1,6 +1,6 @@
 """Rows of tables as JSON lines: CSV and TSV, Parquet, and Arrow IPC files, which Hugging Face's `datasets` writes.
 
-Parquet and Arrow are recognised by content. A row becomes the JSON line that the same text would be in a `.jsonl` file,
+Parquet and Arrow are recognized by content. A row becomes the JSON line that the same text would be in a `.jsonl` file,
 so what follows needs no other cases.
 """
 
