@@ -15,13 +15,11 @@ from mtjax.sharding.distributed_output import distributed_output
 Tree = Any
 
 
-def final_hidden_states(
-    sharded_model: ShardedModel, parameters: Tree, batch: Batch, microbatches: int | None = None
-) -> Array:
+def final_hidden_states(placed: ShardedModel, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
     """Computes the hidden states after the last layer, by the rules in force, without dropout; call it in a trace.
 
     Args:
-      sharded_model: the model.
+      placed: the model.
       parameters: sharded as `storage_spec`.
       batch: arrays [batch, ...].
       microbatches: into which each rank divides its samples; None runs the batch outside the manual region, unless
@@ -30,13 +28,12 @@ def final_hidden_states(
     Returns:
       [batch, act_seq, embed].
     """
-    rules, schedule = current_rules(), sharded_model.microbatch_schedule(microbatches or 1)
-    region = dataclasses.replace(sharded_model.region, rules=rules)
-    batch = with_text_lengths(sharded_model.config.model, batch)
-    if sharded_model.stages > 1 or rules.seq or microbatches is not None:
+    rules, schedule = current_rules(), placed.microbatch_schedule(microbatches or 1)
+    region, batch = dataclasses.replace(placed.region, rules=rules), with_text_lengths(placed.config.model, batch)
+    if placed.stages > 1 or rules.seq or microbatches is not None:
         specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
         inputs = (batch, {}, None)
         return distributed_output(
-            sharded_model.trunk_losses(sharded_model.loss_options), parameters, inputs, region, schedule, specs
+            placed.trunk_losses(placed.loss_options), parameters, inputs, region, schedule, specs
         ).x
-    return run_sections(sharded_model.inference_model(parameters), batch, None)[0].x
+    return run_sections(placed.inference_model(parameters), batch, None)[0].x

@@ -1,30 +1,26 @@
 """Activations with two projections as input, gate and up (GLU, arXiv 2002.05202)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.ops import ACTIVATIONS
+from mtjax.models.ops import activation_of
 from mtjax.models.recompute import is_unrolled
 
 # gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
 _LIMIT, _STEEPNESS = 7.0, 1.702
 
-_OF_GATE: Mapping[str, Callable[[Array], Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": ACTIVATIONS["gelu"],
-    "geglu_exact": ACTIVATIONS["gelu_exact"],
-}
-"""Gated activation -> activation of its gate, which multiplies the up projection."""
+_OF_GATE = {"geglu": "gelu", "geglu_exact": "gelu_exact"}
+"""Gated activation -> activation of its gate, which multiplies the up projection; swiglu's is in jax."""
 
 
 def gated_activation(name: str) -> Callable[[Array], Array]:
     """Returns a gated activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp]."""
     if name == "swiglu_clamped":
         return _swiglu_clamped
-    activation = _OF_GATE[name]
+    activation = jax.nn.silu if name == "swiglu" else activation_of(_OF_GATE[name])
 
     def gated(x: Array) -> Array:
         gate, up = _halves(x)

@@ -45,13 +45,13 @@ number in the run, from which its dropout keys derive."""
 
 
 class ShardedModel:
-    """A config's model on a mesh: shapes and shardings; it holds no arrays.
+    """A config's model on a mesh: abstract until a method is called.
 
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
     type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
-    requested one; None otherwise. `sections` names the stacks of layers in their order. With `trains`, parameters are
-    sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config says so; without it, only
-    ZeRO-3 shards them.
+    requested one; None otherwise. `sections` names the stacks of layers in their order. With
+    `trains`, parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config
+    says so; without it, only ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.

@@ -263,7 +263,7 @@ class LossModel(Protocol):
         ...
 
     def final_boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """Computes the hidden states after the last layer."""
+        """Computes the hidden states behind the last layer."""
         ...
 
 
@@ -321,7 +321,7 @@ class Accumulate:
         return model.loss_sums(gather_for_inference(records, parameters), batch)
 
     def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """Computes the hidden states after the last layer."""
+        """Computes the hidden states behind the last layer."""
         used = gather_for_inference(records, parameters)
         if self.num_microbatches == 1:
             return model.final_boundary(used, batch)

@@ -1,7 +1,7 @@
 """The optimizer of the paper (section 4.2): AdamW with gradient clipping, its learning rate, and the search for NaNs.
 
-Learning rates are as in Megatron's `OptimizerParamScheduler`, but count steps where it counts samples: they differ
-during a batch-size ramp. Update k, counted from 0, uses the value at k.
+Learning rates are as in Megatron's `OptimizerParamScheduler`, which counts samples; each step has the same number of
+samples, so ratios of samples equal ratios of steps. Update k, counted from 0, uses the value at k.
 
 Devices find the first tensor of loss and gradients that is not finite before a step changes anything, and all of them
 skip the step; the host reports it when it logs (`mtjax.train.skipped_steps`).
@@ -84,7 +84,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
 
     Args:
       config: rates, decay and clipping.
-      records: `ParamSpec` of every trained parameter, in a tree like theirs.
+      records: `ParamSpec` of every parameter, in a tree like theirs.
       orders: order of layers in stacked parameters.
     """
     options, steps = config.optimizer, config.training.steps
@@ -159,7 +159,7 @@ def norm_and_first_bad(
       scalar: has to be finite, too, and so has the norm, unless it may overflow; if only they are not, the index is the
         number of tensors.
       values: gradients or parameters, with any sharding.
-      records: `ParamSpec` of each, in a tree like `values`.
+      records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
     """

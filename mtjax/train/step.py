@@ -46,7 +46,7 @@ class LossInputs(NamedTuple):
 
 
 class TrainStep(ShardedModel):
-    """A config's model on a mesh, and the step that trains it: shapes and shardings; it holds no arrays.
+    """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
     optimizer changes.
@@ -107,8 +107,8 @@ class TrainStep(ShardedModel):
         The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
         name if there are several (with experts, "loss" is that of the tokens, without the router losses); expert_load,
         the tokens per expert of each layer; and first_bad, the index of the first tensor that is not finite, in
-        `skipped_steps.tensors_of`. If there is one, the step is skipped: only the step number and float16's loss
-        scale change, skipped is 1 and grad_norm 0.
+        `skipped_steps.tensors_of`. If there is one, the step is skipped: only the step number changes, skipped is 1 and
+        grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 

@@ -11,7 +11,7 @@ from mtjax.analysis.anatomy import anatomy_of, gpt
 from mtjax.layout import plan as plans
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
-from tests.rank_parameters import rank_parameters
+from tests.counted import rank_parameters
 
 GPT_345M = gpt(24, 1024, 16, 1024, 50_304)
 

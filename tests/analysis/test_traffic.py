@@ -12,7 +12,7 @@ from mtjax.config import Config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import DATA, STAGE
-from tests.rank_parameters import rank_parameters
+from tests.counted import rank_parameters
 
 GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 TENSOR = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")

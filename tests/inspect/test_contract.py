@@ -17,8 +17,8 @@ from mtjax.layout.attention_kernel import spans_of
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import DATA
 from mtjax.sharding import param_comm as parameters
+from tests.counted import rank_parameters
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
-from tests.rank_parameters import rank_parameters
 
 BSH = 2 * 64 * 64
 

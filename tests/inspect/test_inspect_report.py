@@ -26,8 +26,8 @@ from mtjax.inspect.train_hook import show_program
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.plan.search import describe
+from tests.counted import rank_parameters
 from tests.inspect.steps import needs_aot, tiny
-from tests.rank_parameters import rank_parameters
 
 
 def rendered(report: Report) -> str:

@@ -7,9 +7,9 @@ import pytest
 from mtjax.analysis.anatomy import anatomy_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
+from tests.counted import rank_parameters
 from tests.inspect.steps import needs_aot, required_of, tiny
 from tests.inspect.test_contract import sent
-from tests.rank_parameters import rank_parameters
 from tests.tiny import LATENT
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176}

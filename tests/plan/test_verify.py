@@ -19,8 +19,8 @@ from mtjax.inspect.verify import Check, compare
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.sharding.axes import make_mesh
 from mtjax.train.step import make_train_step
+from tests.counted import rank_parameters
 from tests.inspect.steps import has_cudnn, theory_of
-from tests.rank_parameters import rank_parameters
 
 PRESETS = sorted(p.stem for p in config.shipped_folder().glob("gpt2-*.toml"))
 

@@ -14,7 +14,7 @@ from mtjax.config import Config
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.language_model import model_class
 from mtjax.sharding.axes import use_rules
-from tests.rank_parameters import rank_parameters
+from tests.counted import rank_parameters
 from tests.same_numbers import assert_same
 from tests.tiny import LATENT, mesh_of, program_of, run_steps, tiny_config
 

@@ -1,4 +1,4 @@
-"""The parameters of a tensor parallel rank, to which tests compare what ranks hold, send and compute."""
+"""Counts with which tests compare programs and estimates."""
 
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.counts import stage_counts
@@ -7,5 +7,5 @@ from mtjax.layout.plan import Plan
 
 
 def rank_parameters(anatomy: Anatomy, tensor_degree: int) -> int:
-    """Returns the parameters of one tensor parallel rank, without stages (section 3 of arXiv 1909.08053)."""
+    """Parameters of one tensor parallel rank, without stages (section 3 of arXiv 1909.08053)."""
     return stage_counts(anatomy, Plan(MeshShape(model=tensor_degree), 1, 1)).all
