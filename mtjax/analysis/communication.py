@@ -90,8 +90,7 @@ def _contract(
     joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """Builds the contract. `pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: whether XLA adds
-    outputs first."""
+    """Builds it; `pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: XLA adds outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,
