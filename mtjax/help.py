@@ -103,7 +103,7 @@ def names_of(options: Sequence[Option]) -> set[str]:
 
 
 def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """Returns the arguments with a value behind each option typed without one, as tyro reads it: `--bias True` of a
+    """Returns the arguments with a value after each option typed without one, as tyro reads it: `--bias True` of a
     switch that may be None, `--fp8 delayed`."""
     values = ("True", "False", "None")
     switches = {o.name: "True" for o in options if o.is_optional and not o.kind}

@@ -1094,6 +1094,13 @@ FAULTS = (
         "test_a_best_checkpoint_of_a_step_that_is_trained_again",
     ),
     Fault(
+        "train: a best checkpoint that can't be saved ends the run",
+        "consumed, wait=True)",
+        "consumed, must_succeed=True)",
+        "train",
+        "test_a_best_checkpoint_that_cannot_be_saved_counts_as_a_failed_save",
+    ),
+    Fault(
         "train: the loss scale of a counter beyond the window",
         "growth >= options.loss_scale_window",
         "growth == options.loss_scale_window",
@@ -1392,8 +1399,8 @@ FAULTS = (
     ),
     Fault(
         "analysis: a ring's all-reduce sends every byte once",
-        "return 2 * (ranks - 1) / ranks",
-        "return (ranks - 1) / ranks",
+        '"all-reduce": 2,',
+        '"all-reduce": 1,',
         "inspect",
         "test_ring_factors",
     ),
@@ -1686,6 +1693,13 @@ FAULTS = (
         "index = np.arange(start, start + piece.size, dtype=np.uint64)",
         "convert",
         "test_fingerprints_of_parts_add_up_to_the_whole",
+    ),
+    Fault(
+        "convert: what can't be read is said to be a target that can't be written",
+        "_named_as_target(target, inside=partial)",
+        "_named_as_target(target)",
+        "convert",
+        "test_a_file_that_cannot_be_read_is_not_called_a_target_that_cannot_be_written",
     ),
     Fault(
         "convert: the vocabulary is padded with its last token",

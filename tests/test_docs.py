@@ -45,6 +45,20 @@ def test_the_files_and_functions_that_the_architecture_page_names_exist():
     assert len(names) >= 10 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
 
 
+def test_the_source_files_that_pages_name_exist():
+    """Notes are of their time: they may name files that are gone."""
+    folders = ("mtjax", "tests", "benchmarks", "docs")
+    known = {f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    # Scripts of Megatron-LM and of SQuAD, and what a reader may add.
+    others = {"/tools/preprocess_data.py", "/evaluate-v2.0.py", "/models/mixers/NAME.py"}
+    others |= {f"/pretrain_{name}.py" for name in ("gpt", "bert", "mamba")}
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "notes" not in page.parts] + [*ROOT.glob("*.md")]
+    named = [(page.name, f"/{name}") for page in pages for name in re.findall(r"`([\w/.-]+\.py)`", page.read_text())]
+    assert len(named) > 150
+    wanted = [(page, name.replace("/NAME/", "/gpt/")) for page, name in named if name not in others]
+    assert [pair for pair in wanted if not any(path.endswith(pair[1]) for path in known)] == []
+
+
 def test_what_pages_import_from_the_package_exists():
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     lines = [line for page in pages for line in re.findall(r"^ *(from mtjax\S* import .*)", page.read_text(), re.M)]

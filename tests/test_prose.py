@@ -1,7 +1,9 @@
-"""The words of docs, help, messages and docstrings: expressions for which the field has a term do not come back."""
+"""The words of docs, help, messages, docstrings and comments: no expressions for which the field has a term."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 INSTEAD = {
-    r"ranks that share|shares? (the tokens of )?samples": "context parallel ranks",
+    r"ranks that share|shares? (the tokens of |every |each |a )?samples?\b": "context parallel ranks",
     r"\b(model|data|expert|context|batch) ways\b": "tensor, data, expert, context parallel degree",
     r"\bsplit sequences\b": "sequence parallelism",
     r"\bin whole\b|\bwhole numbers?\b": "full, unsharded; integer",
@@ -43,6 +45,21 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def comments_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Comments of a Python file; those of lines below each other are one text."""
+    first, last, lines = 0, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if lines and token.start[0] != last + 1:
+            yield first, "\n".join(lines)
+            lines = []
+        first, last = (first if lines else token.start[0]), token.start[0]
+        lines.append(token.string.lstrip("# "))
+    if lines:
+        yield first, "\n".join(lines)
+
+
 @cache
 def texts() -> list[tuple[str, str]]:
     return list(_texts())
@@ -50,7 +67,8 @@ def texts() -> list[tuple[str, str]]:
 
 def _texts() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "mtjax").rglob("*.py")):
-        yield from ((f"{path.relative_to(ROOT)}:{line}", text) for line, text in strings_of(path))
+        for line, text in (*strings_of(path), *comments_of(path)):
+            yield f"{path.relative_to(ROOT)}:{line}", text
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for path in sorted(page for page in pages if "notes" not in page.parts):
         yield str(path.relative_to(ROOT)), path.read_text()
@@ -58,10 +76,18 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("pattern", INSTEAD)
 def test_words_for_which_the_field_has_a_term(pattern: str) -> None:
-    found = [f"{where}: {match[0]!r}" for where, text in texts() for match in re.finditer(pattern, text, re.IGNORECASE)]
+    found = [f"{where}: {match[0]!r}" for where, text in texts() for match in matches(pattern, text)]
     assert not found, f"write {INSTEAD[pattern]}"
 
 
-def test_the_search_finds_them() -> None:
-    for pattern, text in {r"\blearnt\b": "what is learnt", r"\bfullest\b": "the fullest stage"}.items():
-        assert pattern in INSTEAD and re.search(pattern, text)
+def matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
+    """Where a pattern is in a text, also across the end of a line."""
+    return re.finditer(pattern.replace(" ", r"\s+"), text, re.IGNORECASE)
+
+
+def test_the_search_finds_them(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1  # in\n# whole\n\n# the fullest stage\n")
+    texts = dict(comments_of(tmp_path / "a.py"))
+    assert texts == {1: "in\nwhole", 4: "the fullest stage"}
+    for pattern, text in {r"\bin whole\b|\bwhole numbers?\b": texts[1], r"\bfullest\b": texts[4]}.items():
+        assert pattern in INSTEAD and list(matches(pattern, text))

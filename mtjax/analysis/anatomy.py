@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
-from mtjax.config.sizes import layer_parallel
+from mtjax.config.sizes import layer_parallel, norms_outputs
 from mtjax.families.registry import FAMILIES, load_part
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
@@ -29,10 +29,10 @@ class Stack(LayerStack):
     """The setting parallel_residual: whether the components read the same hidden states."""
 
     @classmethod
-    def of(cls, stack: LayerStack, model: Model, *parts: Part, norms_outputs: bool = False) -> "Stack":
+    def of(cls, stack: LayerStack, model: Model, *parts: Part) -> "Stack":
         """Returns a model's stack with the components of a layer."""
         rest = {"hidden": model.hidden_size, "parts": parts, "parallel": layer_parallel(model, stack.path)}
-        return cls(**vars(stack), **rest, norms_outputs=norms_outputs)
+        return cls(**vars(stack), **rest, norms_outputs=norms_outputs(model))
 
     def learning_layers(self, stages: int) -> int:
         """Returns how many layers of a stage have a backward pass: stages send each other every gradient."""

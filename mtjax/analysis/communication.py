@@ -26,7 +26,7 @@ from mtjax.analysis.contract import (
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, trainable_counts
 from mtjax.analysis.float8 import float8_symbols, gathered_types, with_float8
 from mtjax.analysis.frozen import unread_gradients
-from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
+from mtjax.analysis.groups import EXPERT_ZERO_DEGREE, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.over_ranks import over_ranks_lines, over_ranks_lines_of_experts
 from mtjax.analysis.parts.experts import load_line
@@ -90,7 +90,7 @@ def _contract(
     joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """`pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: whether XLA adds outputs first."""
+    """Builds it; `pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: XLA adds outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,
@@ -118,7 +118,7 @@ def _contract(
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
-    sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
+    sharing = [axis for axis in AXES if axis in layout.rules.token_axes]
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
@@ -131,7 +131,7 @@ def _contract(
         same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # over which experts are the same
         turns = "ticks" if pipeline else "microbatches"
         of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
-        lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
+        lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_ZERO_DEGREE)
         lines += expert_lines(anatomy, layout.zero, wire, same)
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
@@ -166,7 +166,7 @@ def without_idle(line: Expectation, stack: Stack) -> Expectation:
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
-    """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
+    """Returns what stages of a pipeline send each other, in every tick forward and backward, and once a step.
 
     Args:
       anatomy: of the model; with several sections, the streams of all travel together.
@@ -175,13 +175,13 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
       wire: type in which gradients travel.
     """
     lines = []
-    # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
+    # Where nothing below the layers is trained, the output of the first chunk's backward half is not read.
     dropped: dict[str, Any] = {} if anatomy.learns_below else {"pooled": True, "hoisted": True}
     often = f"{2 + 2 * anatomy.sent_with_streams}*ticks"
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
-        each = f"{elements}/model_ways" if layout.sequence or scattered else elements
+        each = f"{elements}/model_degree" if layout.sequence or scattered else elements
         lines.append(Expectation(STAGES, "collective-permute", STAGE, often, each, why=why))
         if scattered and not layout.sequence:
             whole = "the stream, which travelled in parts"
@@ -226,9 +226,9 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if staged:
         symbols |= _tick_symbols(anatomy, plan) | dict(symbols_of_stages(anatomy, plan.shards))
     if plan.context_parallelism:
-        # Ranks that share a key head have a copy each, and each sends its own.
+        # Ranks with the same key head have a copy each, and each sends its own.
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
-        symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
+        symbols |= {"context_degree": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)

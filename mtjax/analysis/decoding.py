@@ -60,8 +60,8 @@ def _sampling() -> Iterator[Expectation]:
     why = "maxima for greedy, for the softmax and of the sample; sums for top-p, one per bit; log-probabilities"
     yield line(f"3 + 1 + {THRESHOLD_BITS} + 2", "sequences", "float32", why)
     yield line(f"2 + {THRESHOLD_BITS}", "sequences", "int32", "tokens of the maxima; counts for top-k, one per bit")
-    yield line("1", "sequences*reported*model_ways", "float32", "log-probabilities of each rank's most likely tokens")
-    yield line("1", "sequences*reported*model_ways", "int32", "each rank's most likely tokens")
+    yield line("1", "sequences*reported*model_degree", "float32", "log-probabilities of each rank's most likely tokens")
+    yield line("1", "sequences*reported*model_degree", "int32", "each rank's most likely tokens")
 
 
 def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbols:
@@ -76,6 +76,6 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
         "hidden": model.hidden_size,
         TABLE_WIDTH: embedding_width(model),
         "layers": sum(stack.layers for stack in anatomy.decoder_stacks),
-        "model_ways": degree,
+        "model_degree": degree,
         "reported": min(REPORTED, padded_vocab_size(anatomy.model) // degree),
     }

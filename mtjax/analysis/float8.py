@@ -150,7 +150,7 @@ def _held_in_8_bits(anatomy: Anatomy, plan: Plan) -> Counts:
 
 def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     """Returns the collectives of counts, which are parameters' gradients, and of the scales' update; none in layers."""
-    shared = plan.layout(anatomy.model).rules.shared_work
+    shared = plan.layout(anatomy.model).rules.token_axes
     ranks = JOINED.join(axis for axis in MANUAL if axis in shared)
     why = "counts of the largest values of activations and gradients, which determine 8-bit scales"
     wire = plan.grad_reduce_dtype

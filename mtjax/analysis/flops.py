@@ -1,4 +1,4 @@
-"""FLOPs of a model by formula, as papers count them and as XLA compiles them; utilisation, training days and cost.
+"""FLOPs of a model by formula, as papers count them and as XLA compiles them; utilization, training days and cost.
 
 Symbols: l layers, h hidden size, V padded vocabulary rows, s sequence length, B global batch size; closed forms are
 GPT-2's, with an MLP of 4h. A matmul [m,k] x [k,n] costs 2mkn.
@@ -359,7 +359,7 @@ def stack_over_context(stack: Stack, degree: int) -> Stack:
     return replace(stack, parts=tuple(part.over_context(degree) for part in stack.parts))
 
 
-def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
+def utilization(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
     """Returns the share of the peak: MFU when `flops` are model FLOPs, HFU when they are hardware FLOPs."""
     return flops / (seconds * gpus * peak_flops)
 

@@ -231,7 +231,7 @@ def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softw
 
 
 def _is_trained(part: Part, model: Model) -> bool:
-    """Returns whether a weight of a component behind the layers is trained; logits may read the embedding's table."""
+    """Returns whether a weight of a component after the layers is trained; logits may read the embedding's table."""
     return any(is_trainable(model, name) for name in ("embedding", *(weight.name for weight in part.weights)))
 
 

@@ -32,7 +32,8 @@ from mtjax.layout.timetable import num_ticks
 
 
 def members_inside(plan: Plan, axis: str, server: Server) -> int:
-    """How many ranks of one group of a mesh axis, or of several, sit in the same server: inner axes vary fastest."""
+    """Returns how many ranks of one group of a mesh axis, or of several, sit in the same server: inner axes vary
+    fastest."""
     return _members_inside(plan.mesh, axis, server.gpus)
 
 
@@ -45,26 +46,28 @@ def _members_inside(mesh: MeshShape, axis: str, gpus: int) -> int:
 
 
 def transfer_time(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
-    """Seconds of a collective in a step, until the rank with most of it is done."""
+    """Returns the seconds of a collective in a step, until the rank with most of it is done."""
     alone = machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
     return alone * _fullest_load(entry, anatomy, plan)
 
 
 def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
-    """How much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank with most
-    has tokens to take, at most all of them."""
+    """Returns how much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank
+    with most has tokens to take, at most all of them."""
     if entry.operation != "ragged-all-to-all":
         return 1.0
     return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.group_size))
 
 
 def axis_of(entry: Transfer) -> str:
-    """Under which its time counts: gradients, parameters and updates under `data`, whatever they cross with it."""
+    """Returns the axis under which its time counts: gradients, parameters and updates under `data`, whatever they cross
+    with it."""
     return DATA if entry.phase in (GRADIENTS, PARAMETERS, OPTIMIZER) and entry.axis != STAGE else entry.axis
 
 
 def spent_on_stages(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
-    """Seconds of a step's collectives on stages: of layers by axis; of the losses, and of gradients over the stages.
+    """Returns the seconds of a step's collectives on stages: of layers by axis; of the losses, and of gradients over
+    the stages.
 
     Those of the embedding, which only the first stage has, pass behind the losses of the last.
     """
@@ -81,7 +84,7 @@ def spent_on_stages(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str,
 
 
 def exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back: float) -> float:
-    """Seconds of what stages send each other that no half tick hides.
+    """Returns the seconds of what stages send each other that no half tick hides.
 
     Gradients travel behind the forward half of a tick, activations behind the backward half; where a tick has one half
     only, nothing hides what it sends.
@@ -101,7 +104,7 @@ def exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back:
 def exposed_by_axis(
     spent: dict[str, float], plan: Plan, software: Software, products: float, compute: float
 ) -> dict[str, float]:
-    """The part of each axis' communication that nothing hides."""
+    """Returns the part of each axis' communication that nothing hides."""
     exposed = dict(spent)
     if software.overlaps_model_axis and plan.sequence_parallel:
         # Nothing hides the first of t pieces.
@@ -119,7 +122,7 @@ def exposed_by_axis(
 def exposed_ahead(
     anatomy: Anatomy, plan: Plan, machine: Machine, compute: float, by_letter: Mapping[str, float]
 ) -> float:
-    """Seconds of gathers and sums over data ranks that other layers do not hide.
+    """Returns the seconds of gathers and sums over data ranks that other layers do not hide.
 
     Args:
       anatomy: of the model.
@@ -166,7 +169,7 @@ def _latency(groups: set[tuple[str, int]], plan: Plan, machine: Machine) -> floa
 
 
 def ring_seconds(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
-    """Seconds of a step's ring steps of attention."""
+    """Returns the seconds of a step's ring steps of attention."""
     if not plan.context_parallelism or plan.context_method != "ring":
         return 0.0
     ring = (e for e in transfers(anatomy, plan) if e.axis == CONTEXT and e.operation == "collective-permute")

@@ -9,7 +9,7 @@ bandwidth and a lower latency. As NCCL does, the model chooses the fastest. From
 import math
 from dataclasses import dataclass
 
-from mtjax.analysis.traffic import ring_factor
+from mtjax.analysis.traffic import RING_PASSES, ring_factor
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def collective_seconds(
     """Returns the seconds of one collective or send.
 
     Args:
-      operation: its kind; `send` and `collective-permute` have one step.
+      operation: its kind; one that is point to point has one step.
       size: bytes of the full array.
       ranks: of a group.
       inside: ranks of a group that share a server.
@@ -53,10 +53,9 @@ def collective_seconds(
         return 0.0
     moving = size * ring_factor(operation, ranks) / bandwidth
     servers = math.ceil(ranks / inside)
-    if operation in ("send", "collective-permute"):
+    passes = RING_PASSES.get(operation, 0)
+    if not passes:
         return moving + (network_step if servers > 1 else link_step)
-    # An all-reduce is a reduce-scatter and an all-gather.
-    rounds = 2 if operation == "all-reduce" else 1
     times = []
     for algorithm in ALGORITHMS:
         if algorithm.is_tree and operation != "all-reduce":
@@ -64,5 +63,5 @@ def collective_seconds(
         network_steps = math.ceil(math.log2(servers)) if algorithm.is_tree else servers - 1
         link_steps = inside - 1 if algorithm.is_tree else ranks - servers
         steps = link_steps * algorithm.link * link_step + network_steps * algorithm.network * network_step
-        times.append(algorithm.start * link_step + rounds * steps + moving / algorithm.share)
+        times.append(algorithm.start * link_step + passes * steps + moving / algorithm.share)
     return min(times)

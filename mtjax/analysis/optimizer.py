@@ -213,7 +213,7 @@ def update_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
 
 def _observed_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
     """Returns the collectives of the largest scores: over ranks with other samples, and over those with other heads."""
-    shared = plan.layout(anatomy.model).rules.shared_work
+    shared = plan.layout(anatomy.model).rules.token_axes
     ranks = JOINED.join(axis for axis in MANUAL if axis in shared)
     why = "largest attention scores of heads, for QK-clip"
     line = partial(Expectation, dtype="float32", pooled=True, why=why)

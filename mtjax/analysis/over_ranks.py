@@ -24,7 +24,7 @@ def over_ranks_lines(
     if not zero:
         why = "every gradient once a step, however many microbatches"
         return [line(GRADIENTS, "all-reduce", "1", of, why)]
-    whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
+    whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ZeRO degree does not divide")
     split, turns = f"{of} - unsplit_{of}", "microbatches"
     often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
     why = f"each rank sums its part of the gradients, {often}"

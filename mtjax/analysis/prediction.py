@@ -97,7 +97,7 @@ def expert_symbols(anatomy: Anatomy, plan: Plan, every: Counts, trained: Counts,
     """
     ahead = counts_of_predictors(anatomy, plan)
     return {
-        "expert_ways": plan.mesh.expert,
+        "expert_degree": plan.mesh.expert,
         "exchanged_tokens": exchanged_tokens(anatomy.model, plan),
         "routers": len(main_layers(anatomy.model)) + anatomy.model.mtp_num_layers,
         "expert_parameters": trained.experts,

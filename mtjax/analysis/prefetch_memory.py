@@ -95,7 +95,7 @@ def _layer_peak(anatomy: Anatomy, stack: Stack, plan: Plan, kinds: Kinds, in_pla
     copied = sum(kinds.get(name, 0.0) for name in names if name not in read)
     # A norm's output is read in full where the stream is split, and gathered then: it counts with the component.
     outputs = kinds[NORM_INPUTS] if plan.recompute == "full" and not plan.splits_stream else 0.0
-    # The gradient of the residual stream, behind the layer and before it. Outside the loops, the gradients of the norm
+    # The gradient of the residual stream, after the layer and before it. Outside the loops, the gradients of the norm
     # after the layers still wait, which read a float32 array.
     streams = (2 + (4 / plan.element_bytes if in_place else 0) + int(plan.dropout) / plan.element_bytes) * stream
     parameters = _parameters_and_gradients(anatomy, stack, plan)

@@ -18,7 +18,7 @@ def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> Mapping[str, int]:
     held, adapters = peak_stage_counts(anatomy, plan).shared, trainable_counts(anatomy, plan).shared
     blocks, of_blocks = block_counts(anatomy, plan), block_counts(anatomy, plan, trained=True)
     symbols = {
-        "model_ways": plan.mesh.model,
+        "model_degree": plan.mesh.model,
         "shared_parameters": _shared_parameters(anatomy, plan),
         "parameters_used_again": _used_again(anatomy, plan),
         "outside_parameters": held.all - held.in_layers - blocks.all,
@@ -62,7 +62,8 @@ def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, t
 
 
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
+    """Returns the elements outside the layers whose gradients a device sums over the stages: its part of those that
+    ZeRO splits."""
     layout = plan.layout(anatomy.model)
     outside = anatomy.outside_weights
     held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
@@ -75,7 +76,7 @@ def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
 
 
 def _used_again(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
+    """Returns the elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
     layout, again = plan.layout(anatomy.model), 0
     lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
     for part in anatomy.embed:

@@ -97,7 +97,7 @@ ROUNDING = 1e-9
 def step_time(
     anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
 ) -> StepTime:
-    """Seconds of one optimizer step, by cause."""
+    """Returns the seconds of one optimizer step, by cause."""
     machine = _machine(server, plan.element_bytes, constants)
     if plan.is_staged:
         return _lock_step_time(anatomy, plan, machine, software)
@@ -172,7 +172,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
 
     def of_layer(stack: Stack) -> tuple[float, ...]:
-        """Seconds of one of its layers: products, attention, element-wise, copies."""
+        """Returns the seconds of one of its layers: products, attention, element-wise, copies."""
         made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
         return *_of_layer(anatomy, stack, alike, machine, software), _copies(made, machine, software)
 
@@ -232,13 +232,14 @@ def _longest(section: tuple[Stack, ...], plan: Plan, times: Sequence[Sequence[fl
 def _of_layer(
     anatomy: Anatomy, stack: Stack, plan: Plan, machine: Machine, software: Software
 ) -> tuple[float, float, float]:
-    """Seconds of one layer of a model and one microbatch, all passes: products, attention, element-wise."""
+    """Returns the seconds of one layer of a model and one microbatch, all passes: products, attention, element-wise."""
     frozen = () if trains_all(anatomy.model) else anatomy.frozen_parts(stack)
     return layer_seconds(stack, plan, machine, software, frozen)
 
 
 def _by_letter(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software, beside: float) -> dict[str, float]:
-    """Seconds of a layer of each letter in a step, with its part of what is `beside` them; {} where not mixed."""
+    """Returns the seconds of a layer of each letter in a step, with its part of what is `beside` them; {} where not
+    mixed."""
     if not is_mixed(anatomy, plan):
         return {}
     each = beside / sum(stack.layers for stack in anatomy.stacks)
@@ -247,7 +248,7 @@ def _by_letter(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
 
 
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
-    """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
+    """Returns the seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
     wide = sum(plan.fp8_ends)
     each = [
         (count, _of_layer(anatomy, stack, alike, machine, software))
@@ -264,7 +265,7 @@ def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) 
 
 @cache
 def _alike(plan: Plan) -> Plan:
-    """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
+    """Returns the plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
     ways = {axis: plan.mesh.degree((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
     mesh = MeshShape(stage=min(plan.mesh.stage, 2), **ways)
     same: dict[str, Any] = {
@@ -278,7 +279,7 @@ def _alike(plan: Plan) -> Plan:
 
 
 def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of the forward pass of a teacher, of all microbatches or in all ticks."""
+    """Returns the seconds of the forward pass of a teacher, of all microbatches or in all ticks."""
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
@@ -322,13 +323,13 @@ def table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
 
 
 def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
-    """Seconds of copies, where layers are in loops."""
+    """Returns the seconds of copies, where layers are in loops."""
     return sum(copy.times * machine.kernel(copy.size) for copy in found) if software.loops_over_layers else 0.0
 
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
-    and of Muon's products or of exposed copies of offloaded states."""
+    """Returns the seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for
+    their norm, and of Muon's products or of exposed copies of offloaded states."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights

@@ -1,6 +1,6 @@
 """Bytes that a GPU sends in a step, by mesh axis and purpose: the contract's lines, and Megatron's stage boundaries."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.anatomy import Anatomy
@@ -20,6 +20,20 @@ from mtjax.layout.mesh import PARALLELISM
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import EXPERT, STAGE
 
+RING_PASSES: Mapping[str, int] = {
+    "all-reduce": 2,
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+    "collective-permute": 0,
+    "collective-broadcast": 0,
+    "send": 0,
+    "recv": 0,
+}
+"""Kind of a collective -> passes of its ring algorithm, in each of which a device sends (n-1)/n of the array (an
+all-reduce is a reduce-scatter and an all-gather); 0 for point to point."""
+
 
 def axis_name(axis: str) -> str:
     """Returns the kind of parallelism of the axes that a collective crosses: "tensor", "data x expert"."""
@@ -30,14 +44,12 @@ def ring_factor(operation: str, ranks: int) -> float:
     """Returns the bytes that a device sends per byte of the full array, by the ring algorithms.
 
     All-reduce 2(n-1)/n; all-gather, reduce-scatter and all-to-all (n-1)/n; point to point 1 (arXiv 2104.04473, section
-    3).
+    3), as of kinds that `RING_PASSES` lacks, which reports of compiled programs name.
     """
     if ranks <= 1:
         return 0.0
-    if operation == "all-reduce":
-        return 2 * (ranks - 1) / ranks
-    single_pass = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
-    return (ranks - 1) / ranks if operation in single_pass else 1.0
+    passes = RING_PASSES.get(operation, 0)
+    return passes * (ranks - 1) / ranks if passes else 1.0
 
 
 @dataclass(frozen=True)

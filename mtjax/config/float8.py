@@ -112,7 +112,7 @@ def scale_digits(fp8: str, scales: str) -> int:
 
 def num_scales(digits: int) -> int:
     """Returns how many scales there are, whose inverses have so many binary digits."""
-    # Each binary digit behind the first doubles the numbers of an exponent.
+    # Each binary digit after the first doubles the numbers of an exponent.
     return EXPONENTS << (digits - 1)
 
 
@@ -138,7 +138,7 @@ def float8_sizes(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]
 
 def _attention_sizes(model: Model, heads: int) -> dict[str, tuple[int, int]]:
     """Returns the sizes of attention's matrices for so many heads."""
-    # Ranks that share a key head have a copy each.
+    # Ranks with the same key head have a copy each.
     keys = max(num_kv_heads(model) * heads // model.num_heads, 1)
     columns = (heads + 2 * keys) * head_dim(model)
     return dict(

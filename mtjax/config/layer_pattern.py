@@ -154,8 +154,8 @@ def joined_loops(letters: str) -> tuple[LayerRun, ...]:
     """
 
     def hands_on(unit: str, start: int, end: int) -> bool:
-        # For the first loop `start - 1` is -1: its lowest layer's backward pass gathers the last letter, which nobody
-        # reads.
+        # For the first loop `start - 1` is -1: its lowest layer's backward pass gathers the last letter, which is
+        # not read.
         return end < len(letters) and letters[end] == unit[0] and letters[start - 1] == unit[-1]
 
     return _fewest_compiled(letters, hands_on)

@@ -316,7 +316,7 @@ class Model:
     off)."""
     mtp_num_layers: int = at_least(0, 0, most=LAYERS)
     """gpt, llama: layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437; Megatron's --mtp-num-layers). In
-    training, layer k predicts the token k places behind the next one, from the final hidden states of the layer before
+    training, layer k predicts the token k places after the next one, from the final hidden states of the layer before
     it and the embeddings of the tokens k places ahead, with the embedding table and the output table of the model.
     Evaluation and generation leave these layers out."""
     mtp_loss_scaling_factor: float = above_zero(0.1, shapes=NEVER)

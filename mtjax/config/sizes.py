@@ -131,6 +131,11 @@ def sublayer_norms(model: Model, *, is_first: bool, kind: str = "") -> tuple[str
     return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
 
 
+def norms_outputs(model: Model) -> bool:
+    """Returns whether a norm follows each sublayer (output, sandwich), or each residual add (post)."""
+    return model.norm_placement != "pre"
+
+
 class OutputShape(TypedDict):
     """Settings of a model's logits."""
 

@@ -10,7 +10,7 @@ from mtjax.models.weight_grid import Grid, fitted_grid
 DAMPING = 0.01
 """Share of the moments' mean that is added to each input's own (the paper's lambda)."""
 BLOCK = 32
-"""Inputs whose errors are compensated within the block at once, and behind it together."""
+"""Inputs whose errors are compensated within the block at once, and after it together."""
 
 
 def quantize(
@@ -39,14 +39,14 @@ def quantize(
         errors = np.empty((stop - start, weight.shape[1]))
         for i in range(start, stop):
             if i % group == 0:
-                # The rest of the block was compensated already; what is behind it, not yet for this block's errors.
+                # The rest of the block was compensated already; what is after it, not yet for this block's errors.
                 pending = weight[i : i + group].copy()
                 if i + group > stop:
                     pending[stop - i :] -= upper[start:i, stop : i + group].T @ errors[: i - start]
                 grids.append(fitted_grid(pending.astype(np.float32), 0, bits, dtype, zero_point=zero_point))
             integers[i] = grids[-1].round(weight[i : i + 1])[0]
             errors[i - start] = (weight[i] - grids[-1].values(integers[i : i + 1])[0]) / upper[i, i]
-            # Only within the block; what is behind it is compensated once a block, by one product of matrices (the
+            # Only within the block; what is after it is compensated once a block, by one product of matrices (the
             # paper's lazy batch updates).
             weight[i + 1 : stop] -= upper[i, i + 1 : stop, None] * errors[i - start]
         weight[stop:] -= upper[start:stop, stop:].T @ errors

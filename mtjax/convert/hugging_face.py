@@ -17,7 +17,15 @@ from mtjax.convert.model_types.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
-from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
+from mtjax.convert.stream import (
+    Origin,
+    carry_files,
+    check_folder,
+    config_of,
+    looks_like,
+    understood,
+    unpadded_vocab_size,
+)
 from mtjax.convert.table import Table, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.data.tokens.folder import GENERATION_CONFIG
@@ -64,7 +72,7 @@ class HuggingFaceSource:
         raw, family, tensors, config, notes = described
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table_of(config.model).select(self.parameters)
-        self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
+        self._weights = NamedWeights(selection, tensors, config, unpadded_vocab_size(config.model), str(folder))
         tensors.check_floats()
         # After all checks of names and shapes, which report everything at once.
         fresh = self._weights.fresh_modules
@@ -253,7 +261,7 @@ class HuggingFaceSink:
         model, original = origin.config.model, origin.hugging_face.get("model_type")
         self._family = family_of_model(model, original)
         self._selection = self._family.table_of(model).select(parameters)
-        shapes = self._selection.shapes(rows_of(origin.config.model))
+        shapes = self._selection.shapes(unpadded_vocab_size(origin.config.model))
         copies = self._selection.table.duplicates.items()
         self._copies = {name: [copy for copy, of in copies if of == name] for name in shapes}
         shapes |= {copy: shapes[of] for copy, of in copies}

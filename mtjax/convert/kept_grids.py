@@ -10,7 +10,7 @@ from mtjax.config.storage import PLAIN, Storage
 from mtjax.convert.finite import NotFinite
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter
-from mtjax.convert.stream import Origin, rows_of
+from mtjax.convert.stream import Origin, unpadded_vocab_size
 from mtjax.convert.table import name_of
 from mtjax.errors import UserError
 
@@ -23,7 +23,7 @@ class GridSource:
         self.origin = replace(origin, not_finite=NotFinite())
         # The tensors' shapes are those of the weights, so that the same table assembles them.
         grids = _Grids(weights.shards, kind)
-        rows = rows_of(weights.config.model)
+        rows = unpadded_vocab_size(weights.config.model)
         self._weights = NamedWeights(weights.selection, grids, weights.config, rows, weights.source)
         self.parameters = {parameter.name: parameter for parameter, _ in weights.selection.rows}
 

@@ -31,7 +31,7 @@ from mtjax.convert.megatron_tables import (
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES
-from mtjax.convert.stream import Origin, carry_tokenizer, config_of, rows_of, understood
+from mtjax.convert.stream import Origin, carry_tokenizer, config_of, understood, unpadded_vocab_size
 from mtjax.convert.table import VOCAB, name_of, with_vocab
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.data.cache import reserve
@@ -159,7 +159,7 @@ class MegatronSink:
         self._dtype = dtype or origin.dtype
         # Megatron pads the vocabulary to this multiple, so that every rank has the same number of rows.
         multiple = VOCAB_MULTIPLE * split.tensor
-        self._rows = -(-rows_of(model) // multiple) * multiple
+        self._rows = -(-unpadded_vocab_size(model) // multiple) * multiple
         self._names = written_names(model, split)
         self._arguments = arguments_of(model, self._names, split.tensor, split.pipeline, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, split.tensor, split.expert, split.grouped_experts)

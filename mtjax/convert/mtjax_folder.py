@@ -20,7 +20,7 @@ from mtjax.config import Config, Model, sizes
 from mtjax.config.adapters import ADAPTER
 from mtjax.convert.finite import NotFinite
 from mtjax.convert.parameters import Parameter, parameters_of
-from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
+from mtjax.convert.stream import Origin, carry_tokenizer, unpadded_vocab_size
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
@@ -100,7 +100,7 @@ class MtjaxSource:
             offset += block.size
             wide = np.asarray(block, np.float32)
             for array in [wide] if parameter.num_layers is None else wide:
-                layer, used = next(layers), with_vocab(array, parameter, rows_of(self.origin.config.model))
+                layer, used = next(layers), with_vocab(array, parameter, unpadded_vocab_size(self.origin.config.model))
                 if prefix == PREFIX:
                     self._count_not_finite(parameter, layer, used)
                 yield used

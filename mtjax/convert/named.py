@@ -11,7 +11,7 @@ from mtjax.convert.check import check_complete
 from mtjax.convert.finite import NotFinite, are_equal
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.safetensors_files import DTYPES
-from mtjax.convert.stream import rows_of
+from mtjax.convert.stream import unpadded_vocab_size
 from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
 from mtjax.errors import UserError
 from mtjax.models.routers import ROUTER_BIAS
@@ -78,7 +78,7 @@ class NamedWeights:
             return fresh_slice(parameter, layer, self.config).astype(dtype)
         for tensor in tensors:
             self._read(tensor, name_of(tensor, layer), slice_, parameter)
-        return with_vocab(slice_, parameter, rows_of(self.config.model))
+        return with_vocab(slice_, parameter, unpadded_vocab_size(self.config.model))
 
     def _read(self, tensor: Tensor, name: str, into: np.ndarray, parameter: Parameter) -> None:
         """Reads all ranks' shards of a tensor into one layer's slice of a parameter.
@@ -140,7 +140,7 @@ def fresh_slice(parameter: Parameter, layer: int | None, config: Config) -> np.n
     kind = parameter.name.rpartition(".")[2]
     sizes = parameter.sizes
     if VOCAB in sizes:
-        sizes[VOCAB] = rows_of(config.model)
+        sizes[VOCAB] = unpadded_vocab_size(config.model)
     shape = tuple(sizes.values())
     if kind in ("bias", "scale"):
         return np.full(shape, float(kind == "scale"), np.float32)

@@ -1,5 +1,6 @@
 """Streams weights from a source to a sink, one layer of one parameter at a time."""
 
+import errno
 import os
 import re
 import shutil
@@ -105,24 +106,40 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder, which is renamed to `target` at the end, or removed if an error occurs.
 
     Raises:
-      UserError: `target` exists already.
+      UserError: `target` exists already, or can't be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already: name a new folder, or remove it first")
     # Beside the target: a rename between file systems would copy.
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        # An empty folder, which `rename` would not replace on all systems.
-        if target.exists():
-            target.rmdir()
-        # Atomic: the target is either complete or does not exist.
-        partial.rename(target)
-    except OSError as e:
-        raise UserError(f"{target} can't be written: {e.strerror or e}") from e
+        with _named_as_target(target):
+            partial.mkdir(parents=True)
+        # The caller reads the source, too: errors of its files are not the target's.
+        with _named_as_target(target, inside=partial):
+            yield partial
+        with _named_as_target(target):
+            # An empty folder, which `rename` would not replace on all systems.
+            if target.exists():
+                target.rmdir()
+            # Atomic: the target is either complete or does not exist.
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _named_as_target(target: Path, inside: Path | None = None) -> Iterator[None]:
+    """Converts errors of files to a `UserError` that names the target; with `inside`, only those of files in this
+    folder, and of a full disk, which name no file."""
+    try:
+        yield
+    except OSError as e:
+        names = [Path(name) for name in (e.filename, e.filename2) if isinstance(name, str | Path)]
+        is_full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if inside is not None and not is_full and not any(name.is_relative_to(inside) for name in names):
+            raise
+        raise UserError(f"{target} can't be written: {e.strerror or e}") from e
 
 
 def carry_files(origin: Origin, target: Path) -> list[str]:
@@ -250,7 +267,7 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     return config
 
 
-def rows_of(model: Model) -> int:
+def unpadded_vocab_size(model: Model) -> int:
     """Returns the size of the vocabulary without padding."""
     assert model.vocab_size is not None  # every source sets it
     return model.vocab_size

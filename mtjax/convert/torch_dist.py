@@ -110,7 +110,7 @@ class TorchDistCheckpoint:
             if match is None:
                 yield name, index
                 continue
-            # The experts' dimension comes behind that of the layers, if there is one.
+            # The experts' dimension comes after that of the layers, if there is one.
             for expert in range(_size(tensor, len(index))):
                 yield f"{match[1]}.local_experts.{expert}.{match[2]}", (*index, expert)
 

@@ -19,7 +19,7 @@ from mtjax.convert.megatron_files import EXTRA_STATE
 from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, iteration_folder
 from mtjax.convert.megatron_tables import HYBRID, LOCAL, TRANSFORMER_ENGINE, table_of
 from mtjax.convert.parameters import Parameter
-from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
+from mtjax.convert.stream import Origin, carry_tokenizer, unpadded_vocab_size
 from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
 from mtjax.convert.torch_dist import COMMON_FILE, EXPERTS_NORM, LAYERS, MLP_NORM, VERSION
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
@@ -68,7 +68,7 @@ class TorchDistSink:
         if model.family == "retro":
             raise UserError("a retro is written in the format torch only: remove --ckpt-format torch_dist")
         # Padded for one tensor-parallel rank: Megatron pads or cuts the table when it loads with other degrees.
-        self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self._rows = -(-unpadded_vocab_size(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, 1, 1, False)
         keys = HYBRID if model.layer_pattern else TRANSFORMER_ENGINE

@@ -107,7 +107,7 @@ class Cache:
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Returns the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

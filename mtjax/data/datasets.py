@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mtjax.config import Config
-from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.blend import BlendedDataset, normalize, samples_of_each
 from mtjax.data.samples.family import samples_of
 from mtjax.data.samples.order import NeighbourFile, SampleOrder, TrainingText, shifted
 from mtjax.data.samples.sample import Dataset
@@ -108,7 +108,7 @@ def _open(opener: SplitOpener, num_samples: int, earlier: Sequence[int] = ()) ->
         return opener.open(opener.sources[0], max(num_samples, 1), earlier)
     if not given:
         return _unweighted(opener, num_samples)
-    weights = normalise(given)
+    weights = normalize(given)
     *before, counts = [samples_of_each(weights, count) for count in (*earlier, num_samples)]
     # The order of each dataset depends on how many samples are requested of it, now and at earlier starts of the run.
     # That is its share, as in Megatron.

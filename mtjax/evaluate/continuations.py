@@ -80,7 +80,7 @@ def summary(scores: np.ndarray, of_prompts: np.ndarray, threshold: float) -> Res
 def continued(options: Options, prompts: Sequence[str]) -> list[list[str]]:
     """Returns the continuations of each prompt."""
     model = load_model(options.source, options.mesh, options.compute_dtype, options.tokenizer)
-    engine = Engine(GenerationPrograms(model.placed, model.parameters, model.start_id), options.rows)
+    engine = Engine(GenerationPrograms(model.sharded_model, model.parameters, model.start_id), options.rows)
     continues = not engine.is_encoder_decoder
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     done: list[list[Completion]] = []

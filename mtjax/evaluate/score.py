@@ -84,7 +84,7 @@ class Scorer:
             read = len(row.tokens) - 1
             tokens[i, :read], labels[i, :read] = row.tokens[:-1], row.tokens[1:]
             is_scored[i, row.first - 1 : read] = True
-            # Causal layers ignore padding behind a row, but a router would give it experts' capacity.
+            # Causal layers ignore padding after a row, but a router would give it experts' capacity.
             is_read[i, :read] = True
         arrays = {"tokens": tokens, "labels": labels, PADDING_MASK: is_read.astype(np.int32)}
         local = {name: array[self._mine] for name, array in arrays.items()}

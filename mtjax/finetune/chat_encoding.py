@@ -141,7 +141,7 @@ class ChatEncoder:
         prompt = template.render(chat.messages[:number], chat.inputs)
         answered = template.render_tracked(chat.messages[: number + 1], chat.inputs, to_be_answered=False)
         begin, thought = len(prompt), ""
-        # Most templates render an answer behind the generation prompt; some change what is before it.
+        # Most templates render an answer after the generation prompt; some change what is before it.
         if not answered.text.startswith(prompt):
             begin, thought = self._begin_of_answer(template, chat, number, prompt, answered.text, remarks)
         if answered.wrote_date:

@@ -43,7 +43,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens in a pack, the pack's index), ascending
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # The fullest pack in which the item fits.
+        # The pack with the fewest free tokens in which the item fits.
         best = bisect.bisect_left(free, (lengths[item], -1))
         if best == len(free):
             packs.append([])

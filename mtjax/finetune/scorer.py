@@ -57,9 +57,9 @@ def _classifier(source: str, label: str | None, mesh: str, rows: int) -> Scorer:
     if task.name not in ("classify", "regress") or "," in (config.finetuning.text_fields or ""):
         raise UserError(f"--scorer {source} reads two texts, and each row has one: finetune it on one field")
     column = _column(source, label, config.finetuning.labels or (), config.model.num_labels, config.model.head)
-    placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows), attach_devices(mesh_shape))
-    encoder, outputs = RowEncoder(saved.tokenizer()[1], config.model.family), Outputs(placed)
-    parameters = saved.parameters(placed)
+    sharded_model = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows), attach_devices(mesh_shape))
+    encoder, outputs = RowEncoder(saved.tokenizer()[1], config.model.family), Outputs(sharded_model)
+    parameters = saved.parameters(sharded_model)
 
     def scores(texts: Sequence[str]) -> list[float]:
         examples = [Example((text,), None, line) for line, text in enumerate(texts, 1)]

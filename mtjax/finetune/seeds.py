@@ -60,7 +60,7 @@ def run_seeds(
             print(f"stopped during seed {seed}: continue with the same command and --resume --out {out}", flush=True)
             return None
         results[seed] = best_of(folder, goal).value
-    print(summary(results, goal, out), flush=True)
+    print(write_summary(results, goal, out), flush=True)
     return results
 
 
@@ -76,8 +76,8 @@ def spread(results: Mapping[int, float]) -> dict[str, Any]:
     return {"seeds": each, "median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def summary(results: dict[int, float], goal: Goal, out: Path) -> str:
-    """Returns a summary of the results, and writes them to a file.
+def write_summary(results: dict[int, float], goal: Goal, out: Path) -> str:
+    """Writes the results of seeds to a file, and returns a summary of them to print.
 
     Raises:
       UserError: the file can't be written.

@@ -49,7 +49,7 @@ def run(options: Options) -> None:
             neighbours=True,
             state_snapshots=options.state_snapshots,
         )
-        say(f"model   {describe_config(model.placed.config, model.parameters)}")
+        say(f"model   {describe_config(model.sharded_model.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
@@ -62,7 +62,7 @@ def run(options: Options) -> None:
             return
         refuse(options, OF_RETRIEVAL, f"a {model.family} reads no neighbours")
         decoder = GenerationPrograms(
-            model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids
+            model.sharded_model, model.parameters, model.start_id, storage=options.storage, grids=model.grids
         )
         job = GenerateJob(
             options, replace(model, parameters=None, grids=()), decoder

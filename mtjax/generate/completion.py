@@ -113,7 +113,7 @@ class Completion:
             self._add(self.pieces, Piece(final, token))
 
     def _add(self, pieces: list[Piece], piece: Piece) -> None:
-        # The piece behind the last token has text only where the end left characters to decode.
+        # The piece after the last token has text only where the end left characters to decode.
         if piece.token is None and not piece.text:
             return
         pieces.append(piece)

@@ -102,7 +102,7 @@ class GenerationPrograms:
 
     def __init__(
         self,
-        placed: ShardedModel,
+        sharded_model: ShardedModel,
         parameters: Tree,
         start_id: int = 0,
         *,
@@ -115,13 +115,13 @@ class GenerationPrograms:
         """Converts the weights; abstract weights, for programs that are only lowered, stay abstract.
 
         Args:
-          placed: the model on its mesh.
+          sharded_model: the model on its mesh.
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
           storage: how matrices are quantized (`mtjax.generate.byte_matrix`, `int4`); a T5's encoder is not.
           grids: scales, and perhaps zero points, of matrices that were quantized before, as trees like `parameters`.
-          trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
-            same devices (`mtjax.generate.resharding`).
+          trained: the GPT or Llama that `parameters` are sharded for, if it is on another mesh of the same devices
+            (`mtjax.generate.resharding`); None for `sharded_model`.
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
           call: calls each program; by default runs it, or infers its output shapes if the weights are abstract.
 
@@ -129,14 +129,15 @@ class GenerationPrograms:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or matrices
             are quantized in a model with experts or latent attention.
         """
-        _check_model(placed)
-        check_storage(placed.config.model, storage)
-        self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
-        self.is_encoder_decoder = issubclass(placed.family, T5)
-        self.rules = placed.layout.rules.with_whole_samples
+        _check_model(sharded_model)
+        check_storage(sharded_model.config.model, storage)
+        self.sharded_model, self.config = sharded_model, sharded_model.config
+        self.start_id, self.storage = start_id, storage
+        self.is_encoder_decoder = issubclass(sharded_model.family, T5)
+        self.rules = sharded_model.layout.rules.with_replicated_activations
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
-        alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
+        alone_on_cpu = sharded_model.mesh.size == 1 and sharded_model.mesh.devices.flat[0].platform == "cpu"
         self._weight_format = WeightFormat(self.dtype, storage, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
         assert size is not None  # the embedding table has rows
@@ -147,19 +148,19 @@ class GenerationPrograms:
         self._call = call or (jax.eval_shape if is_abstract else _call)
         with self._traced():
             model_and_layers = (
-                LayerwiseTransfer(trained, placed, self._call).of(parameters)
+                LayerwiseTransfer(trained, sharded_model, self._call).of(parameters)
                 if trained
-                else stacks_of(placed, parameters)
+                else stacks_of(sharded_model, parameters)
             )
-            of_grids = [stacks_of(placed, grid)[1] for grid in grids]
+            of_grids = [stacks_of(sharded_model, grid)[1] for grid in grids]
             weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_grids)
         # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
+    def abstract(cls, sharded_model: ShardedModel, storage: Storage = PLAIN) -> "GenerationPrograms":
         """Builds a decoder with abstract weights, whose programs can be lowered; raises as the constructor does."""
-        return cls(placed, placed.restore_target, storage=storage)
+        return cls(sharded_model, sharded_model.restore_target, storage=storage)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -226,7 +227,7 @@ class GenerationPrograms:
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
-        with jax.set_mesh(self.placed.mesh), use_rules(self.rules):
+        with jax.set_mesh(self.sharded_model.mesh), use_rules(self.rules):
             yield
 
     def _on_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,7 +284,7 @@ class GenerationPrograms:
 
     def _decode(self, weights: DecoderWeights, cache: Cache, state: Sequences, active: Array) -> tuple[Any, ...]:
         """Traces a decode step; `active` is bool[sequences]."""
-        # An inactive sequence gets a position behind the end of the cache, where the scatter drops its keys and values.
+        # An inactive sequence gets a position past the end of the cache, where the scatter drops its keys and values.
         positions = jnp.where(active, state.positions, cache_length(cache))
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
         table, bias, output = weights.model.output_head(self.vocab_size)
@@ -353,13 +354,15 @@ class GenerationPrograms:
         return weights.model.final_hidden(x), updated
 
 
-def _check_model(placed: ShardedModel) -> None:
+def _check_model(sharded_model: ShardedModel) -> None:
     """Raises UserError unless a model can generate text on its mesh; see `GenerationPrograms`."""
-    if not hasattr(placed.family, "embed_new"):  # a `Writer`
-        raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
-    if placed.stages > 1:
-        raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.mesh_shape}")
-    check_generation_mesh(placed.mesh_shape)
+    if not hasattr(sharded_model.family, "embed_new"):  # a `Writer`
+        raise UserError(f"a {named(sharded_model.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
+    if sharded_model.stages > 1:
+        raise UserError(
+            f"generation needs a mesh without pipeline parallelism, and the mesh is {sharded_model.mesh_shape}"
+        )
+    check_generation_mesh(sharded_model.mesh_shape)
 
 
 def prompt_chunk(

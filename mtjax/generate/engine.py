@@ -190,8 +190,8 @@ class Engine:
             with self._changed:
                 if stopped is None or stopped.is_set():
                     return
-                # Checked under the lock: a request that came after `step` has already notified, and nobody would wake
-                # this thread.
+                # Checked under the lock: a request that came after `step` has already notified, and no other would
+                # wake this thread.
                 if not (self._waiting or self._cancelled or self._jobs):
                     self._changed.wait()
 
@@ -321,8 +321,8 @@ class Engine:
         assert self._state is not None
         cache, sequences, drawn = self.decoder.decode(*self._state, self._active[1])
         self._state = cache, sequences
-        # The only wait for the device in a decode step. Log-probabilities are copied from it only if somebody reads
-        # them.
+        # The only wait for the device in a decode step. Log-probabilities are copied from it only if a request asks
+        # for them.
         tokens = np.asarray(drawn.token).tolist()
         with_logprobs = any(running.request.logprobs for running in decoding)
         rows = to_tokens(drawn, tokens, with_logprobs)

@@ -41,16 +41,16 @@ class Filler:
         Raises:
           UserError: the model is not a BERT, the vocabulary has no mask token, or the mesh has pipeline parallelism.
         """
-        placed = model.placed
-        if not issubclass(placed.family, BERT):
+        sharded_model = model.sharded_model
+        if not issubclass(sharded_model.family, BERT):
             raise UserError(f"filling masks needs a bert, and the model is a {model.family}")
-        if placed.stages > 1:
+        if sharded_model.stages > 1:
             raise UserError(
-                f"filling masks needs a mesh without pipeline parallelism, and the mesh is {placed.mesh_shape}"
+                f"filling masks needs a mesh without pipeline parallelism, and the mesh is {sharded_model.mesh_shape}"
             )
-        self._model, self._placed = model, placed
+        self._model, self._sharded_model = model, sharded_model
         self._mask = special_id(model.tokenizer, MASK)
-        self._rules = placed.layout.rules.with_whole_samples
+        self._rules = sharded_model.layout.rules.with_replicated_activations
 
     def fill(self, prompt: str, number: int = 5) -> list[list[Filling]]:
         """Returns, for each mask of a text in order, its most likely tokens in descending order; at most 20.
@@ -60,7 +60,7 @@ class Filler:
         Raises:
           UserError: the text has no mask, or is too long.
         """
-        ids, longest = self._model.prompt_ids(prompt), self._placed.config.model.sequence_length
+        ids, longest = self._model.prompt_ids(prompt), self._sharded_model.config.model.sequence_length
         masks = [position for position, token in enumerate(ids) if token == self._mask]
         if not masks:
             mask = self._model.tokenizer.token(self._mask)
@@ -80,11 +80,13 @@ class Filler:
     def most_likely(self, ids: Sequence[int], masks: Sequence[int]) -> SampledTokens:
         """Returns the most likely tokens at some positions of a text, one row for each, followed by padding rows."""
         # Lengths and numbers of masks are padded to powers of two, so that few programs are compiled.
-        tokens = np.zeros((1, min(doubled(16, len(ids)), self._placed.config.model.sequence_length)), np.int32)
+        tokens = np.zeros((1, min(doubled(16, len(ids)), self._sharded_model.config.model.sequence_length)), np.int32)
         tokens[0, : len(ids)] = ids
         positions = np.zeros(doubled(1, len(masks)), np.int32)
         positions[: len(masks)] = masks
-        return self._placed.on_mesh(self._compiled, self._model.parameters, tokens, np.int32(len(ids)), positions)
+        return self._sharded_model.on_mesh(
+            self._compiled, self._model.parameters, tokens, np.int32(len(ids)), positions
+        )
 
     @cached_property
     def _compiled(self) -> Any:
@@ -92,13 +94,13 @@ class Filler:
 
     def _traced(self, parameters: Any, tokens: Array, count: Array, positions: Array) -> SampledTokens:
         with use_rules(self._rules):
-            model = self._placed.inference_model(parameters)
+            model = self._sharded_model.inference_model(parameters)
             assert isinstance(model, BERT)
             mask = (jnp.arange(tokens.shape[1]) < count).astype(jnp.int32)[None]
             batch = {"tokens": tokens, "token_types": None, "padding_mask": mask}
             # Before the head, whose products and logits are then of the masks alone.
             hidden = model.final_norm(run_sections(model, batch, None)[0].x)[:, positions]
-            size, none = self._model.placed.config.model.vocab_size, jnp.zeros(len(positions), jnp.int32)
+            size, none = self._model.sharded_model.config.model.vocab_size, jnp.zeros(len(positions), jnp.int32)
             assert size is not None  # the embedding table has rows
             bias = model.head.bias[...]
             return score_tokens(model.head(hidden)[0], model.output_table[...], none, OutputOptions(size), bias)

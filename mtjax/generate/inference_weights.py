@@ -55,9 +55,9 @@ def prepare_weights(
     return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
 
-def stacks_of(placed: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
+def stacks_of(sharded_model: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
     """Builds the model from stored parameters, on a mesh without pipeline parallelism; returns it and its layers."""
-    model, locations = layer_locations(placed.inference_model(parameters))
+    model, locations = layer_locations(sharded_model.inference_model(parameters))
     return model, iter(locations)
 
 

@@ -116,7 +116,7 @@ def inspect_decoding(
     text = compiled.as_text()
     assert text is not None
     per_server = target.server.gpus if target.server else target.devices_per_server
-    collectives = find_collectives(hlo.parse(text), dict(decoder.placed.mesh.shape), per_server)
+    collectives = find_collectives(hlo.parse(text), dict(decoder.sharded_model.mesh.shape), per_server)
     anatomy = anatomy_of(config.model)
     symbols, contract = decoding_symbols(anatomy, sequences, mesh_shape), decoding_contract(anatomy)
     required = requirements(contract, symbols, mesh_shape, config.training.compute_dtype)
@@ -127,7 +127,7 @@ def inspect_decoding(
 
 
 def _landmarks(decoder: GenerationPrograms, sequences: int) -> Landmarks:
-    shapes = {record.name: record.shape for record in jax.tree.leaves(decoder.placed.records)}
+    shapes = {record.name: record.shape for record in jax.tree.leaves(decoder.sharded_model.records)}
     # An array with as many elements as all logits would be a gather over the vocabulary.
     return Landmarks(shapes, logits=sequences * decoder.padded_vocab_size)
 

@@ -64,23 +64,23 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
     Raises:
       UserError: the text is too short.
     """
-    placed, length = loaded.placed, min(WINDOW, loaded.placed.config.model.sequence_length)
+    sharded_model, length = loaded.sharded_model, min(WINDOW, loaded.sharded_model.config.model.sequence_length)
     if len(ids) < samples * length:
         raise UserError(
             f"--calibration has {len(ids)} tokens, and --calibration-samples {samples} of {length} tokens need "
             f"{samples * length}: give a longer text or fewer samples"
         )
-    model: Any = placed.inference_model(loaded.parameters)
-    paths = [f"{stack.path}.layers" for stack in stacks_of(placed.config.model)]
+    model: Any = sharded_model.inference_model(loaded.parameters)
+    paths = [f"{stack.path}.layers" for stack in stacks_of(sharded_model.config.model)]
     # Keyed by identity: `layer_locations` returns these objects, and removes them from the model.
     prefixes = {id(stack.layers): path for stack, path in zip(model.decoder_stacks, paths, strict=True)}
     model, locations = layer_locations(model)
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
     tokens = jnp.asarray(ids[: samples * length], jnp.int32).reshape(samples, 1, length)
     found: dict[tuple[str, int], np.ndarray] = {}
-    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+    with jax.set_mesh(sharded_model.mesh), use_rules(sharded_model.layout.rules.with_replicated_activations):
         # Samples are independent texts: each begins with empty caches, and what a layer returns of them is dropped.
-        states = empty_caches(placed.config.model, 1, length, jnp.float32)
+        states = empty_caches(sharded_model.config.model, 1, length, jnp.float32)
 
         @jax.jit
         def run(model: Any, layer: Any, x: Array, tokens: Array, number: Array) -> tuple[Array, dict[str, Array]]:

@@ -92,8 +92,8 @@ class NeighbourWriter:
         Raises:
           UserError: the retriever's database has no such document.
         """
-        self._model, self._placed, self._config = model, model.placed, model.placed.config.model
-        self._rules = model.placed.layout.rules.with_whole_samples
+        self._model, self._sharded_model, self._config = model, model.sharded_model, model.sharded_model.config.model
+        self._rules = model.sharded_model.layout.rules.with_replicated_activations
         self._rows, self._retriever = rows, retriever
         self._without = frozenset(retriever.document(name) for name in without) if retriever else frozenset[int]()
         longest, vocab = self._config.sequence_length, padded_vocab_size(self._config)
@@ -252,7 +252,7 @@ class NeighbourWriter:
             none = np.zeros_like(next(iter(read.values())))
             batch[ARRAY] = np.stack([read.get(row, none) for row in range(self._rows)])
         draws = dataclasses.replace(draws, draw_index=generated)
-        drawn = self._placed.on_mesh(self._compiled, self._model.parameters, batch, lengths, draws, self._counts)
+        drawn = self._sharded_model.on_mesh(self._compiled, self._model.parameters, batch, lengths, draws, self._counts)
         with_logprobs = any(text.completion.request.logprobs for text in rows.values())
         tokens = to_tokens(drawn, np.asarray(drawn.token).tolist(), with_logprobs)
         for row, text in rows.items():
@@ -280,9 +280,9 @@ class NeighbourWriter:
         self, parameters: Any, batch: dict[str, Array], lengths: Array, draws: SamplingBatch, counts: Array
     ) -> SampledTokens:
         with use_rules(self._rules):
-            model = self._placed.inference_model(parameters)
+            model = self._sharded_model.inference_model(parameters)
             assert isinstance(model, Retro)
-            # Attention is causal: the zeros behind a row's text do not change its last hidden state.
+            # Attention is causal: the zeros after a row's text do not change its last hidden state.
             hidden = model.final_hidden(run_sections(model, batch, None)[0].x)
             table, bias, output = model.output_head(self._config.vocab_size or 0)
             last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]

@@ -81,7 +81,7 @@ class Options:
     """With --retrieve: read no chunks of this document of the database, from 0, such as the one that the prompt comes
     from. May be given several times; --input lines may have others as `without_documents`, a list."""
     sources: bool = False
-    """With --retrieve: print which documents were read behind each text; with --output, write them as `sources`."""
+    """With --retrieve: print after each text which documents were read; with --output, write them as `sources`."""
     documents: int | None = at_least(1, None, most=2**31)
     """Write this many texts from the start of a document to --output, instead of texts for the prompts of --input."""
     output: Path | None = None

@@ -43,11 +43,11 @@ class OutputRecord:
     def of(cls, options: Options, model: LoadedModel, others: Mapping[str, Any] = NO_FACTS) -> "OutputRecord":
         """Builds the record of options, model and other facts; mesh and batch are not in it, as they change no text."""
         assert options.output is not None
-        placed, name = model.placed.config, model.tokenizer_name
+        config, name = model.sharded_model.config, model.tokenizer_name
         facts = {
             "weights": {"name": options.source, "digest": model.identity},
             "tokenizer": {"name": name, "digest": digest_of(name)},
-            "dtype": placed.training.compute_dtype,
+            "dtype": config.training.compute_dtype,
             "stop_ids": sorted(model.stop_ids),
             **{option: getattr(options, option) for option in OPTIONS},
             # Settings without effect are left out, as they are in records from before there were any.

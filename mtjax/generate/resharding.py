@@ -26,8 +26,8 @@ class LayerwiseTransfer:
     parameters only: an all-reduce over the ranks that have different layers, and the resharding of its dimensions.
     """
 
-    def __init__(self, trained: ShardedModel, placed: ShardedModel, call: Call) -> None:
-        self._trained, self._placed, self._call = trained, placed, call
+    def __init__(self, trained: ShardedModel, sharded_model: ShardedModel, call: Call) -> None:
+        self._trained, self._sharded_model, self._call = trained, sharded_model, call
 
     def of(self, parameters: Tree) -> tuple[Any, Stacks]:
         """Returns the model without its layers, and the layers in order, each as a stack of one.
@@ -52,7 +52,7 @@ class LayerwiseTransfer:
         """Builds the transfer that applies `select` to each leaf of a module and reshards the result."""
         variables = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         names = [variable.get_metadata()["axes"] for variable in variables]
-        dtype, placed = self._placed.config.training.compute_dtype, self._placed
+        dtype, sharded_model = self._sharded_model.config.training.compute_dtype, self._sharded_model
 
         def move(leaves: list[Array], index: Array | None) -> list[Array]:
             pairs = zip([select(leaf, index) for leaf in leaves], names, strict=True)
@@ -61,10 +61,10 @@ class LayerwiseTransfer:
 
         def sharding(variable: Any, axes: tuple[str, ...]) -> NamedSharding:
             all_axes = (None,) * (len(variable.shape) - len(axes)) + tuple(axes)  # the layer dimension has no name
-            return NamedSharding(placed.mesh, partition_spec(placed.layout.rules, all_axes))
+            return NamedSharding(sharded_model.mesh, partition_spec(sharded_model.layout.rules, all_axes))
 
         shardings = [sharding(*pair) for pair in zip(variables, names, strict=True)]
-        if placed.mesh.size == self._trained.mesh.size:
+        if sharded_model.mesh.size == self._trained.mesh.size:
             return Resharding(jax.jit(move, out_shardings=shardings), None)
         # XLA: a program's outputs are on all of its devices. For fewer devices they are replicated, and `put` reshards.
         return Resharding(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, REPLICATED)), shardings)

@@ -43,7 +43,7 @@ class _Job:
         self._stop_ids = frozenset[int]() if options.ignore_eos else model.stop_ids
         self._retriever = None
         if options.retrieve:
-            config, devices = model.placed.config.model, model.placed.mesh.size
+            config, devices = model.sharded_model.config.model, model.sharded_model.mesh.size
             self._retriever = Retriever(
                 options.retrieve,
                 config,

@@ -105,9 +105,9 @@ def sample_tokens(
         shards = _VocabShards(specs, logits_BV, column_V)
         warping = draws.warping
         # Each lax.cond skips work that no row of the batch needs: most batches have neither penalties nor sampling.
-        penalised = (warping.repetition != 1) | (warping.presence != 0) | (warping.frequency != 0)
+        penalized = (warping.repetition != 1) | (warping.presence != 0) | (warping.frequency != 0)
         warped_BV = lax.cond(
-            penalised.any(), _apply_penalties, lambda logits, *_: logits, logits_BV, counts_BV, warping
+            penalized.any(), _apply_penalties, lambda logits, *_: logits, logits_BV, counts_BV, warping
         )
         greedy = shards.argmax(warped_BV)[1]
 

@@ -28,7 +28,7 @@ Tree = Any
 class LoadedModel:
     """A model with everything that generation needs."""
 
-    placed: ShardedModel
+    sharded_model: ShardedModel
     parameters: Tree
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
@@ -48,16 +48,16 @@ class LoadedModel:
 
     def on(self, mesh: Mesh) -> "LoadedModel":
         """Copies the model to another mesh with the same tensor parallel degree."""
-        placed = ShardedModel(self.placed.config, mesh)
+        sharded_model = ShardedModel(self.sharded_model.config, mesh)
         parameters, *grids = (
-            jax.device_put(tree, placed.parameter_sharding) for tree in (self.parameters, *self.grids)
+            jax.device_put(tree, sharded_model.parameter_sharding) for tree in (self.parameters, *self.grids)
         )
-        return replace(self, placed=placed, parameters=parameters, grids=tuple(grids))
+        return replace(self, sharded_model=sharded_model, parameters=parameters, grids=tuple(grids))
 
     @property
     def family(self) -> str:
         """The model family."""
-        return self.placed.config.model.family
+        return self.sharded_model.config.model.family
 
     def prompt_ids(self, text: str) -> list[int]:
         """Encodes a prompt in the form that the model was trained on.
@@ -134,19 +134,23 @@ def _load(
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": mesh_shape.size, "microbatch_size": None}
-    placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
+    sharded_model = ShardedModel(
+        without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices
+    )
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
     # Checked before the parameters are read, which may take minutes.
     quantized = saved.quantized(storage)
-    parameters = saved.parameters(placed)
-    grids = tuple(each.parameters(placed) for each in quantized)
+    parameters = saved.parameters(sharded_model)
+    grids = tuple(each.parameters(sharded_model) for each in quantized)
     stops, first, start = (
         stop_ids_of(saved, loaded_tokenizer),
         first_tokens_of(saved, loaded_tokenizer),
         start_id_of(saved, loaded_tokenizer),
     )
-    return LoadedModel(placed, parameters, loaded_tokenizer, stops, files, name, saved.identity, first, start, grids)
+    return LoadedModel(
+        sharded_model, parameters, loaded_tokenizer, stops, files, name, saved.identity, first, start, grids
+    )
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -104,7 +104,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Sizes by which an unexpected array is recognised."""
+    """Sizes by which an unexpected array is recognized."""
 
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> unsharded shape of each parameter."""
@@ -206,7 +206,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         arrays = [e for e in fitting if e.array.elements > 1]
         are_arrays = any(e.array.elements > 1 for e in same_dtype)
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
-        # XLA: not all conversions to float32 in CPU programs can be recognised.
+        # XLA: not all conversions to float32 in CPU programs can be recognized.
         unsure = not is_gpu and required.dtype == NARROW
         enough = not unsure or _elements(same_dtype) >= required.min_elements
         if unsure and _elements(arrays) <= required.total:
@@ -356,13 +356,13 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
     for (kind, axes, phase, array), entries in groups.items():
         number = sum(e.left for e in entries)
         over = "+".join(axes) if axes is not None else "no known axes"
-        name = _recognise(array, kind, phase, landmarks)
+        name = _recognize(array, kind, phase, landmarks)
         origin = " and ".join(dict.fromkeys(origin_text(e.collective) for e in entries))
         notes.append(f"{number} extra {kind} over {over} in {phase}: {array}{name}, from {origin}")
     return notes
 
 
-def _recognise(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str:
+def _recognize(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str:
     """Returns what an array is, as far as its size and phase show it."""
     if landmarks.logits == array.elements and phase in (LOSS_FORWARD, LOSS_BACKWARD, SAMPLING):
         return " - the logits, unsharded"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
-from mtjax.analysis.traffic import ring_factor
+from mtjax.analysis.traffic import RING_PASSES, ring_factor
 from mtjax.errors import UserError
 from mtjax.inspect.cpu_promotion import widened_sums
 from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
@@ -19,17 +19,7 @@ ALL_TO_ALL = "all-to-all"
 REDUCE_SCATTER = "reduce-scatter"
 RAGGED = "ragged-all-to-all"
 SUMS = (ALL_REDUCE, REDUCE_SCATTER)
-KINDS = (
-    ALL_REDUCE,
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    ALL_TO_ALL,
-    RAGGED,
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-    "recv",
-)
+KINDS = tuple(RING_PASSES)
 
 ON_CPUS = {
     REDUCE_SCATTER: (ALL_REDUCE, "all-reduce and slice: CPU programs write a reduce-scatter that way"),
@@ -111,7 +101,7 @@ class Collective:
 def find_collectives(
     module: Module, mesh: Mapping[str, int], devices_per_server: int, ragged_share: float = 1.0
 ) -> list[Collective]:
-    """All collectives, in order of execution.
+    """Finds all collectives, in order of execution.
 
     Args:
       module: an optimized program.
@@ -173,7 +163,8 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
 
 
 def _called_again(site: Site, phase: str) -> str:
-    """The phase of an operation that calls itself a layer's forward pass: another where a loop inside a layer runs it.
+    """Returns the phase of an operation that calls itself a layer's forward pass: another where a loop inside a layer
+    runs it.
 
     What is lowered once, for the forward pass, may be called in the backward pass too, under the names of the former.
     """
@@ -183,7 +174,8 @@ def _called_again(site: Site, phase: str) -> str:
 
 
 def collective_kind(instruction: Instruction) -> str | None:
-    """The kind of a collective, "all-reduce" for `all-reduce-start` too; None for its `-done` and for other work.
+    """Returns the kind of a collective, "all-reduce" for `all-reduce-start` too; None for its `-done` and for other
+    work.
 
     Operations that this reader does not know but that name devices or a channel count, under their own name.
     """
@@ -204,18 +196,19 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 
 def starter(site: Site) -> Site:
-    """The place in the schedule at which a collective begins: the `async-start` around it, or itself."""
+    """Returns the place in the schedule at which a collective begins: the `async-start` around it, or itself."""
     wrapped = [c for c in site.callers if c.instruction.opcode == "async-start"]
     return wrapped[-1] if wrapped else site
 
 
 def is_started(instruction: Instruction) -> bool:
-    """Whether other work may run before this operation is done; GPU programs mark some starts as synchronous."""
+    """Returns whether other work may run before this operation is done; GPU programs mark some starts as
+    synchronous."""
     return instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
 
 
 def overlap_window(computation: Computation, start: Instruction) -> tuple[Instruction, ...]:
-    """Instructions scheduled between an operation's start and its done, which ends after `-update`s."""
+    """Returns the instructions scheduled between an operation's start and its done, which ends after `-update`s."""
     # Each "-update" passes its own name on to what finally ends the operation.
     ends, names = -1, {start.name}
     for place, instruction in enumerate(computation.instructions):
@@ -227,7 +220,7 @@ def overlap_window(computation: Computation, start: Instruction) -> tuple[Instru
 
 
 def computes(instruction: Instruction) -> bool:
-    """Whether an instruction keeps the device busy: not a view, a constant or a collective's other half."""
+    """Returns whether an instruction keeps the device busy: not a view, a constant or a collective's other half."""
     if instruction.opcode in _IDLE or instruction.opcode.endswith(("-done", "-update")):
         return False
     return collective_kind(instruction) is None and instruction.opcode != "async-start"
@@ -249,7 +242,8 @@ def _payload(module: Module, computation: Computation, instruction: Instruction,
 
 
 def _made_in(module: Module, computation: Computation, instruction: Instruction) -> tuple[str | None, ...]:
-    """The phases of what makes the arrays of a sum of several; what is gathered may come from a phase before."""
+    """Returns the phases of what makes the arrays of a sum of several; what is gathered may come from a phase
+    before."""
     names = instruction.operands
     if len(names) == 1:
         names = _packed_names(module, computation, names[0])
@@ -260,7 +254,8 @@ def _made_in(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _packed_names(module: Module, computation: Computation, name: str) -> tuple[str, ...]:
-    """The names of the arrays of which XLA has made a single one, as far as they come out of its fusion unchanged."""
+    """Returns the names of the arrays of which XLA has made a single one, as far as they come out of its fusion
+    unchanged."""
     found = _packing(module, computation, name)
     if found is None:
         return ()
@@ -273,20 +268,20 @@ def _packed_names(module: Module, computation: Computation, name: str) -> tuple[
 
 
 def _seen_through(computation: Computation, name: str) -> str:
-    """What an array is a view of."""
+    """Returns what an array is a view of."""
     while (maker := computation.by_name.get(name)) is not None and maker.opcode in ("bitcast", "reshape"):
         name = maker.operands[0]
     return name
 
 
 def _packed(module: Module, computation: Computation, name: str) -> tuple[Array, ...]:
-    """The arrays of which XLA has made a single one, to sum them in one operation; none where it has not."""
+    """Returns the arrays of which XLA has made a single one, to sum them in one operation; none where it has not."""
     found = _packing(module, computation, name)
     return found[1].operand_arrays(found[0]) if found else ()
 
 
 def _packing(module: Module, computation: Computation, name: str) -> tuple[Instruction, Computation] | None:
-    """What makes one array of several, and the computation in which it stands: this, or that of a fusion."""
+    """Returns what makes one array of several, and the computation in which it stands: this, or that of a fusion."""
     maker = computation.by_name.get(name)
     # Or the fusion that concatenates them: its root, with parameters for what comes from outside.
     if maker is not None and maker.opcode == "fusion":

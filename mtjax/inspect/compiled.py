@@ -143,7 +143,7 @@ def compile_program(program: TrainStep, target: Target, dump_to: Path | None = N
         # Only the routing at run time decides how long the loop over blocks is: this is its length with equal loads.
         module = hlo.with_trip_counts(module, expert_blocks(model, plan).number, EXPERTS_SCOPE)
     schedule = program.microbatch_schedule(plan.microbatches)
-    # After the trip counts: a loop over ticks is recognised by its length.
+    # After the trip counts: a loop over ticks is recognized by its length.
     if isinstance(schedule, PipelineSchedule):
         module = with_stage_branches(module, schedule.training, len(program.sections))
     return CompiledStep(

@@ -66,7 +66,7 @@ def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tu
 def _is_rounded_by_all(module: Module, computation: Computation, name: str) -> bool:
     """Returns whether all readers of a value convert it to bf16."""
     users = computation.users.get(name, ())
-    # A value that nobody reads is not a rounded one: a result that leaves the computation has no users here.
+    # A value without readers is not a rounded one: a result that leaves the computation has no users here.
     return bool(users) and all(_rounds(module, computation, user, name) for user in users)
 
 

@@ -39,7 +39,7 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
         return None
     sizes = unfit_products(step.config.model, step.plan.tensor_degree).values()
     # XLA: pads the sizes of 16-bit matmuls to multiples of 8.
-    # Matmuls whose sizes do not fit 8 bits stay in 16; they are recognised by these sizes.
+    # Matmuls whose sizes do not fit 8 bits stay in 16; they are recognized by these sizes.
     left = [{size + -size % to for size in pair} for pair in sizes for to in (1, 8)]
     flops = eight = found = expected = 0
     missed: list[str] = []

@@ -1,4 +1,4 @@
-"""One-letter symbols of sizes in earlier versions, for contract files and readers of the JSON."""
+"""Symbols of sizes in earlier versions, for contract files and readers of the JSON."""
 
 from mtjax.analysis.contract import Symbols
 from mtjax.config.sizes import (
@@ -14,7 +14,7 @@ from mtjax.inspect.compiled import CompiledStep
 
 
 def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
-    """Returns the one-letter symbols of a step; `words` are the symbols of its contract."""
+    """Returns a step's one-letter symbols, and those whose names have changed; `words` are its contract's symbols."""
     model, plan = step.config.model, step.plan
     decoder = decoder_layers(model)
     return {
@@ -46,4 +46,5 @@ def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
         "M": most_masked(model.sequence_length),
         "decoder_again": plan.recomputed_layers(decoder),
         "decoder_nested": plan.grouped_layers(decoder),
+        **{name.replace("_degree", "_ways"): value for name, value in words.items() if name.endswith("_degree")},
     }

@@ -76,7 +76,7 @@ class Report:
 
     step: CompiledStep
     symbols: Symbols
-    """Symbols of the contract's formulas with their values, and the one-letter symbols of earlier versions."""
+    """Symbols of the contract's formulas with their values, and the symbols of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
     rows: tuple[CollectiveRow, ...]
@@ -132,7 +132,7 @@ def inspect(
     reads = unread is None and target.server is not None if kernels is None else kernels
     if not reads:
         return report(compile_step(config, target), contract, time_on, teacher, unread=unread)
-    # Kernels of a step are hundreds of files, which nobody needs once they are read.
+    # Kernels of a step are hundreds of files, which are not needed once they are read.
     with TemporaryDirectory(prefix="mtjax-kernels-") as name:
         folder = Path(name)
         step = compile_step(config, target, folder)
@@ -229,7 +229,7 @@ def _row(equal: list[Collective]) -> CollectiveRow:
 
 
 def landmarks(step: CompiledStep) -> Landmarks:
-    """Returns the sizes by which unexpected arrays of this step are recognised."""
+    """Returns the sizes by which unexpected arrays of this step are recognized."""
     outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjection))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]

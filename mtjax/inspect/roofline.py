@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.traffic import Transfer
-from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
+from mtjax.inspect.collectives import Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import attention_choice, executions
 from mtjax.inspect.phases import OTHER, locate
@@ -232,9 +232,7 @@ class Roofline:
         ways = collective.group_size
         if ways <= 1:
             return 0.0
-        # The kinds that have an algorithm; permutes, broadcasts and unknown ones take their bytes once.
-        operation = collective.kind if collective.kind in KINDS[:5] else "send"
-        transfer = Transfer("", ways, operation, "", 1, collective.sent_bytes, 1)
+        transfer = Transfer("", ways, collective.kind, "", 1, collective.sent_bytes, 1)
         return self.machines[2].transfer(transfer, inside=max(1, ways // collective.servers))
 
 

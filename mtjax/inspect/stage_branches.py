@@ -1,7 +1,7 @@
 """Which branches of a pipeline's tick loops each stage takes in each tick, from the timetable that the program runs.
 
 The program decides on a branch by the stage and by a row of the timetable, which XLA's text leaves out. So a branch is
-recognised by the phases of what it runs (`mtjax.sharding.pipeline.executor`).
+recognized by the phases of what it runs (`mtjax.sharding.pipeline.executor`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class _Branch(NamedTuple):
 def with_stage_branches(module: Module, table: Timetable, sections: int) -> Module:
     """Returns the module with the stages and ticks that take each branch on the stage.
 
-    A loop over ticks is recognised by its length. A branch in a loop of another length counts as taken in all of it.
+    A loop over ticks is recognized by its length. A branch in a loop of another length counts as taken in all of it.
 
     Args:
       module: an optimized train step.
@@ -53,7 +53,7 @@ def with_stage_branches(module: Module, table: Timetable, sections: int) -> Modu
       sections: of the model.
     """
     found: dict[str, StageBranch] = {}
-    # The program runs the phases of the timetable in order, so a loop that is recognised also dates the branches before
+    # The program runs the phases of the timetable in order, so a loop that is recognized also dates the branches before
     # it.
     phases, alone = table.phases, list[Instruction]()
     for instruction in module.entry.instructions:
@@ -129,7 +129,7 @@ def _kind(phases: set[str]) -> str:
 
 
 def _phases_in(module: Module, instruction: Instruction) -> set[str]:
-    """The phases that operations name in what an instruction calls."""
+    """Returns the phases that operations name in what an instruction calls."""
 
     def named(computation: Computation) -> Iterator[str]:
         for inner in computation.instructions:
@@ -144,7 +144,7 @@ def _phases_in(module: Module, instruction: Instruction) -> set[str]:
 def _of_phase(
     branches: Sequence[_Branch] | Iterator[_Branch], phase: Phase, table: Timetable, sections: int
 ) -> dict[str, StageBranch]:
-    """The ticks of a phase in which stages take branches."""
+    """Returns the ticks of a phase in which stages take branches."""
     found = {}
     for branch in branches:
         halves = (table.backward if branch.is_backward else table.forward)[phase.start : phase.stop]

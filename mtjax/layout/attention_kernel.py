@@ -63,7 +63,7 @@ class ContextParallelism:
     """Whether attention is masked at document boundaries."""
     sends_rounded: bool = False
     """Whether the ring sends gradients of keys in the compute dtype. XLA: in a ring of two with cuDNN's kernel it moves
-    the conversion to float32 behind the collective-permute."""
+    the conversion to float32 after the collective-permute."""
 
 
 def choose_kernel(

@@ -66,7 +66,7 @@ class Layout:
     @property
     def zero_axes(self) -> Axes:
         """Mesh axes over which ZeRO shards what is replicated otherwise; also axes that the mesh doesn't have."""
-        return zero_axes(self.rules.shared_work)
+        return zero_axes(self.rules.token_axes)
 
     @property
     def sequence(self) -> bool:
@@ -158,8 +158,8 @@ def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
 def sharded_dimension(
     names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, degree: int
 ) -> int:
-    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`; where
-    there is no tensor parallelism, the outermost that it would shard.
+    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`;
+    without tensor parallelism the outermost one (after `layers`), if tensor parallelism would shard it.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
     if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:

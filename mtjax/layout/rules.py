@@ -116,12 +116,12 @@ class Rules:
         return tuple(axis for axis in MANUAL if axis not in sharding)
 
     @property
-    def shared_work(self) -> Axes:
+    def token_axes(self) -> Axes:
         """Mesh axes over which the tokens of a batch are sharded: by samples, or along the sequence."""
         return self.batch + self.seq
 
     @property
-    def with_whole_samples(self) -> "Rules":
+    def with_replicated_activations(self) -> "Rules":
         """These rules with replicated activations: for batches of a few samples that are not worth sharding."""
         return replace(self, batch=(), seq=(), act_seq=(), act_embed=())
 

@@ -133,7 +133,7 @@ _CHECKPOINTS = (
     always("--ckpt-fully-parallel-load", "every rank reads its shards", default=False),
     always("--ckpt-assume-constant-structure", "not needed", default=False),
     always("--dist-ckpt-strictness", "a checkpoint of another model is always refused"),
-    always("--auto-detect-ckpt-format", "mtjax convert recognises the format", default=False),
+    always("--auto-detect-ckpt-format", "mtjax convert recognizes the format", default=False),
     always("--use-checkpoint-args", "mtjax convert takes the model from the checkpoint", default=False),
     none("--exit-on-missing-checkpoint", "--resume starts from step 0 where there is no checkpoint", default=False),
 )

@@ -18,18 +18,18 @@ Batch = dict[str, Any]
 class Evaluation:
     """Computes losses of a model, by one program for all batches of a size."""
 
-    def __init__(self, placed: Any) -> None:
+    def __init__(self, sharded_model: Any) -> None:
         """Takes a `ShardedModel`, which imports this file."""
-        self._placed = placed
+        self._sharded_model = sharded_model
 
     def __call__(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """Computes each loss of a batch: its weighted sum, and the sum of the weights."""
-        return self._placed.on_mesh(self._compiled, parameters, batch)
+        return self._sharded_model.on_mesh(self._compiled, parameters, batch)
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the program from abstract values."""
-        placed = self._placed
-        return placed.on_mesh(self._compiled.lower, placed.restore_target, placed.abstract_batch())
+        sharded_model = self._sharded_model
+        return sharded_model.on_mesh(self._compiled.lower, sharded_model.restore_target, sharded_model.abstract_batch())
 
     @cached_property
     def _compiled(self) -> Any:
@@ -37,13 +37,14 @@ class Evaluation:
 
     def _losses(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """Computes the sum of each loss over a batch, without smoothing, and the sum of its weights: scalars."""
-        placed = self._placed
+        sharded_model = self._sharded_model
         # The plain cross-entropy, comparable between runs.
-        model = placed.trunk_losses(dataclasses.replace(placed.loss_options, label_smoothing=0.0, z_loss=0.0))
-        weights, batch = placed.family.loss_weights(batch), with_text_lengths(placed.config.model, batch)
-        with use_rules(placed.layout.rules):
+        options = dataclasses.replace(sharded_model.loss_options, label_smoothing=0.0, z_loss=0.0)
+        model = sharded_model.trunk_losses(options)
+        weights, batch = sharded_model.family.loss_weights(batch), with_text_lengths(sharded_model.config.model, batch)
+        with use_rules(sharded_model.layout.rules):
             # One microbatch suffices: a forward pass saves no activations.
-            inputs, schedule = (batch, weights, None), placed.microbatch_schedule(1)
-            sums = distributed_losses(model, parameters, inputs, placed.region, schedule)
+            inputs, schedule = (batch, weights, None), sharded_model.microbatch_schedule(1)
+            sums = distributed_losses(model, parameters, inputs, sharded_model.region, schedule)
             # Sums, which callers add up over batches before they divide.
             return {name: (total, weights[name].sum()) for name, total in sums.items()}

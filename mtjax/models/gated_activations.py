@@ -12,12 +12,15 @@ from mtjax.models.recompute import is_unrolled
 # gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
 _LIMIT, _STEEPNESS = 7.0, 1.702
 
+_OF_GATE = {"geglu": "gelu", "geglu_exact": "gelu_exact"}
+"""Gated activation -> activation of its gate, which multiplies the up projection; swiglu's is in jax."""
+
 
 def gated_activation(name: str) -> Callable[[Array], Array]:
     """Returns a gated activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp]."""
     if name == "swiglu_clamped":
         return _swiglu_clamped
-    activation = jax.nn.silu if name == "swiglu" else activation_of(name.replace("geglu", "gelu"))
+    activation = jax.nn.silu if name == "swiglu" else activation_of(_OF_GATE[name])
 
     def gated(x: Array) -> Array:
         gate, up = _halves(x)

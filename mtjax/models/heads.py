@@ -56,7 +56,7 @@ class MaskedPositions(NamedTuple):
 
     def put(self, losses: Float[Array, "batch masked"]) -> Float[Array, "batch seq"]:
         """Puts each loss at its token: 0 at unmasked tokens, NaN at those left out, whose loss is unknown."""
-        # With NaN the step is skipped and reported; a loss of 0 would be a wrong number that nobody sees.
+        # With NaN the step is skipped and reported; a loss of 0 would be a wrong number that no check finds.
         return jnp.where(self.is_left_out, jnp.nan, jnp.where(self.chosen > 0, losses[..., None], 0).sum(1))
 
 

@@ -1,7 +1,7 @@
 """Full recompute of layers without a loop: one layer after the other, when gradients of the layers above are known.
 
 Without a loop XLA orders the operations of a step. With `jax.checkpoint` alone it computes gradients of matrices late,
-behind the recompute of other layers, and holds the activations of several layers for them. Here a recomputed layer
+after the recompute of other layers, and holds the activations of several layers for them. Here a recomputed layer
 depends on the gradient of its output, and on the reduced gradients of the matrices two layers above, which leaves a
 layer's time to reduce them.
 """

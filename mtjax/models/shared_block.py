@@ -119,7 +119,7 @@ class UpAdapter(nnx.Module):
 
 
 class SharedLayer(Layer):
-    """A Mamba-2 layer that reads a shared block, with its adapters of the block and its product behind it."""
+    """A Mamba-2 layer that reads a shared block, with its adapters of the block and its product after it."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
         """Draws the parameters of a layer of a kind in `mtjax.config.layer_pattern.SHARED`."""

@@ -24,7 +24,7 @@ from mtjax.layout.plan import Plan
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import make_console, print_report
-from mtjax.plan.search import Space, best_plan, describe, gpus_within, nearest_feasible, search
+from mtjax.plan.search import Space, describe, fitting_plans, gpus_within, nearest_feasible, search
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
 from mtjax.waiting import waiting
@@ -171,7 +171,7 @@ def _search(
             gpus = gpus_within(anatomy, base, options.tokens, options.days, server, space).plan.mesh.size
         console.print(f"[bold]{gpus} GPUs[/] train on {options.tokens:.3g} tokens within {options.days:g} days.\n")
     with waiting(SEARCHING):
-        found = best_plan(anatomy, base, gpus, server, space)
+        found = fitting_plans(anatomy, base, gpus, server, space)
     print_search(console, anatomy, found, server, options, given, source)
     return found.best.plan
 

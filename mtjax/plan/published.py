@@ -120,7 +120,7 @@ class PublishedRun:
         return self.mesh.degree(TENSOR_RULES.heads) > 1
 
 
-_A100 = (
+A100 = (
     PublishedRun("1.7B", 24, 2304, 24, parse_mesh("32x1x1"), 512, 137.0),
     PublishedRun("3.6B", 30, 3072, 32, parse_mesh("32x1x2"), 512, 138.0),
     PublishedRun("7.5B", 36, 4096, 32, parse_mesh("32x1x4"), 512, 142.0),
@@ -132,8 +132,7 @@ _A100 = (
     PublishedRun("529.6B", 105, 20480, 128, parse_mesh("9x35x8"), 2520, 163.0),
     PublishedRun("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
-STAGED = tuple(run for run in _A100 if run.mesh.has_pipeline)
-"""The rows of Table 1 of arXiv 2104.04473 with pipeline parallelism."""
+"""Table 1 of arXiv 2104.04473."""
 _H100 = (
     PublishedRun("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
     PublishedRun("7.1B", 30, 4096, 32, parse_mesh("48x1x2"), 192, 466.0),
@@ -150,7 +149,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
     stage are not in the table: we assume those that fit 90% of the memory and are fastest by this model.
     """
     points = []
-    for run in _A100:
+    for run in A100:
         anatomy = gpt(run.num_layers, run.hidden_size, run.num_heads, 2048, 51_200)
         # The microbatch of 1 is replaced by the fastest that fits.
         plan = Plan(run.mesh, run.global_batch_size, 1, recompute="full", precision=MEGATRON_FP16, residuals="megatron")

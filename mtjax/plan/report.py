@@ -267,7 +267,7 @@ def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
 
 
 def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> Table:
-    """Builds the table of speed, utilisation, days and cost."""
+    """Builds the table of speed, utilization, days and cost."""
     result = table("Summary", "", "")
     accuracy = accuracy_on(server)
     time, gpus = step_time(anatomy, plan, server, MTJAX), plan.mesh.size
@@ -278,7 +278,7 @@ def summary_table(anatomy: Anatomy, plan: Plan, server: Server, options: Options
     executed = samples * flops.hardware_flops(anatomy, plan.recompute)
 
     def share(work: float) -> str:
-        return percent(flops.utilisation(work, time.total, gpus, peak))
+        return percent(flops.utilization(work, time.total, gpus, peak))
 
     rate = useful / time.total / gpus
     least, most = accuracy.around(time.total)

@@ -1,4 +1,4 @@
-"""The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
+"""The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence parallelism."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +156,7 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
 
 
 def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Iterator[Plan]:
-    """Everything the search may choose on a mesh, without settings that change nothing.
+    """Yields everything that the search may choose on a mesh, without settings that change nothing.
 
     Of schedules it leaves out GPipe: with the bubble of 1F1B it keeps more.
     """
@@ -206,13 +206,14 @@ def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
-    """How tokens may come to other ranks' experts; `gather` alone where there are none, or these have a capacity."""
+    """Returns how tokens may be sent to other ranks' experts: by all-gathers alone if there are none, or a capacity."""
     is_free = plan.expert_degree > 1 and anatomy.model.capacity_factor is None
     return ("all-gather", "all-to-all") if is_free else ("all-gather",)
 
 
 def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
-    """Numbers of chunks that divide a stage's layers of every section, where stages have equal shares; 1 without."""
+    """Returns the numbers of chunks that divide a stage's layers of every section, where stages have equal shares; 1
+    without."""
     if stages == 1:
         return [1]
     return divisors(math.gcd(*(sum(stack.layers for stack in section) // stages for section in anatomy.sections)))
@@ -220,7 +221,8 @@ def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
 
 @cache
 def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, tuple[int, ...] | None]:
-    """Numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all are equal.
+    """Returns the numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all
+    are equal.
 
     Equal shares alone where the stages divide the layers of every section; else shares as equal as they can be, which
     sections of different lengths don't have.
@@ -241,7 +243,7 @@ def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, t
 
 
 def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
-    """All plans on `gpus`.
+    """Finds all plans on `gpus`.
 
     `base` gives what is not searched: global batch, precision, attention kernel, dropout.
     """
@@ -260,14 +262,14 @@ def search(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
     return Found(fitting, excessive, limit)
 
 
-def best_plan(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
-    """The result of `search`, if any plan fits.
+def fitting_plans(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None) -> Found:
+    """Returns the result of `search`, if any plan fits.
 
     Raises:
       UserError: no mesh of that many GPUs divides the model and batch, or none fits; names the nearest that does.
     """
     found = search(anatomy, base, gpus, server, space)
-    # Stages may be as unequal as they like only if nothing else fits, as all wait for the fullest.
+    # Stages may be as unequal as they like only if nothing else fits, as all wait for the slowest.
     if not found.fitting:
         found = search(anatomy, base, gpus, server, replace(space or Space(), uneven=math.inf))
     if found.fitting:
@@ -293,7 +295,7 @@ def best_plan(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Sp
 def nearest_feasible(
     anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None
 ) -> Candidate | None:
-    """The best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
+    """Finds the best plan of the nearest number of GPUs, up to 64 times as many, that has one."""
     searched = (search(anatomy, base, n, server, space) for n in _counts_near(anatomy, base, gpus, server))
     return next((found.best for found in searched if found.fitting), None)
 
@@ -305,8 +307,9 @@ def _counts_near(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> Ite
         for context in context_degrees(anatomy.model.sequence_length)
         for model in divisors(anatomy.model.num_heads)
         if model <= server.gpus
-        # Without such divisors, pipeline stages may take a factor of two.
-    } | {gpus * 2**k for k in range(1, 7)}
+    }
+    # Without such divisors, pipeline stages may take a factor of two.
+    counts |= {gpus * 2**k for k in range(1, 7)}
     yield from sorted((n for n in counts if n != gpus and n <= 64 * gpus), key=lambda n: (abs(math.log(n / gpus)), n))
 
 
@@ -318,7 +321,7 @@ def gpus_within(
     server: Server,
     space: Space | None = None,
 ) -> Candidate:
-    """The plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
+    """Finds the plan with the fewest GPUs that reads `tokens` within `days`; whole servers above one.
 
     Raises:
       UserError: no number of GPUs does, with the time of the largest that there is.
@@ -348,7 +351,7 @@ def gpus_within(
 
 
 def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[int]:
-    """Numbers of GPUs that some mesh has: inside one server, or whole servers."""
+    """Returns the numbers of GPUs that some mesh has: inside one server, or whole servers."""
     counts = {
         data * stage * context * model
         for data in divisors(base.global_batch_size)
@@ -362,7 +365,7 @@ def _counts(anatomy: Anatomy, base: Plan, server: Server, space: Space) -> list[
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a few words: mesh, microbatch, and what is switched on."""
+    """Describes a plan in a few words: mesh, microbatch, and what is switched on."""
     parts = [f"mesh {plan.mesh}", f"microbatch {plan.microbatch_size}", f"recompute {plan.recompute}"]
     if plan.zero:
         parts.append(f"ZeRO-{plan.zero}")
@@ -386,7 +389,7 @@ def describe(plan: Plan) -> str:
 
 
 def _in_runs(numbers: tuple[int, ...]) -> str:
-    """27,27,26; of many stages 2x3 + 60x2."""
+    """Writes the layers of stages: 27,27,26; of many stages 2x3 + 60x2."""
     if len(numbers) <= 4:
         return ",".join(map(str, numbers))
     return " + ".join(f"{len(list(run))}x{number}" for number, run in groupby(numbers))

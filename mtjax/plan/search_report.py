@@ -62,7 +62,7 @@ def mfu(anatomy: Anatomy, candidate: Candidate, server: Server) -> float:
     plan = candidate.plan
     peak = Machine(server, plan.element_bytes).peak
     useful = flops.model_flops(anatomy) * plan.global_batch_size
-    return flops.utilisation(useful, candidate.time.total, plan.mesh.size, peak)
+    return flops.utilization(useful, candidate.time.total, plan.mesh.size, peak)
 
 
 def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:

@@ -28,7 +28,7 @@ from mtjax.sharding.param_specs import replicated
 SHORTEST = 32
 """Tokens of the shortest shape; each next one is twice as long."""
 HEADS = ("head", "order", "output")
-"""Modules behind the encoder."""
+"""Modules after the encoder."""
 RULE = "mean of the last hidden states, without [CLS] and [SEP]"
 
 
@@ -37,7 +37,7 @@ class Embedder:
 
     Attributes:
       name: as the user typed it.
-      max_tokens: tokens that are read of a text, with those in front and behind; a longer one is cut.
+      max_tokens: tokens that are read of a text, with those before and after it; a longer one is cut.
       width: of an embedding.
       dtype: in which the encoder computes.
     """

@@ -43,7 +43,7 @@ class FaissIndex:
         self._faiss, self._vectors, self._factory = require("faiss", "faiss"), vectors, factory
         name = digest({"of": identity, "factory": factory, "sample": sample, "size": len(vectors)})
         path = None if saved is None else saved.with_name(f"{saved.name}.{name}.faiss")
-        # Vectors of chunks without text: faiss can't leave them out of its index, so `search` drops them.
+        # Vectors of chunks without text: faiss can't exclude them from its index, so `search` drops them.
         zeros = [place + np.flatnonzero(~block.any(axis=1)) for place, block in vectors.blocks(BLOCK)]
         self._zeros = np.concatenate([np.empty(0, np.int64), *zeros])
         index = self._read(path)
@@ -124,5 +124,5 @@ class FaissIndex:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Returns the sentence in faiss' message, behind the place in its source."""
+    """Returns the sentence in faiss' message, after the place in its source."""
     return first_line(error).rpartition("Error: ")[2]

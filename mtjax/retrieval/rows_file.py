@@ -40,7 +40,7 @@ class RowsFile:
 
     @contextmanager
     def opened(self) -> Iterator["RowsFile"]:
-        """Opens the partial file behind the rows that an earlier run of the same job left; `done` counts them.
+        """Opens the partial file to write after the rows that an earlier run of the same job left, which `done` counts.
 
         Raises:
           UserError: another run writes it, or it can't be written.

@@ -38,7 +38,7 @@ class NeighbourRules:
     Attributes:
       neighbours: of each chunk.
       without_overlap: drop those with this many tokens in a row of the next chunk; 0 drops none.
-      retrieved_chunks: chunks of a neighbour that are compared for that: itself and those behind it.
+      retrieved_chunks: chunks of a neighbour that are compared for that: itself and those after it.
     """
 
     neighbours: int = 20

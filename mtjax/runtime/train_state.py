@@ -25,7 +25,7 @@ class State:
     random: Any
     """Key data from which dropout keys are derived."""
     parameters: Tree
-    """Nested dicts of float32 arrays."""
+    """Nested dicts of arrays, in the types of `ParamSpec.dtype`."""
     optimizer: Tree
     """optax state."""
     loss_scale: Any = None

@@ -84,12 +84,16 @@ def load(options: Options, processes: int) -> Loaded:
     )
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
-        say(f"model   {describe_config(model.placed.config, model.parameters)}{count}")
+        say(f"model   {describe_config(model.sharded_model.config, model.parameters)}{count}")
     engines = []
     for replica in local:
-        placed = model if replica is local[0] else model.on(replica.mesh)
+        loaded = model if replica is local[0] else model.on(replica.mesh)
         decoder = GenerationPrograms(
-            placed.placed, placed.parameters, placed.start_id, storage=options.storage, grids=placed.grids
+            loaded.sharded_model,
+            loaded.parameters,
+            loaded.start_id,
+            storage=options.storage,
+            grids=loaded.grids,
         )
         engines.append(Engine(decoder, options.batch, state_snapshots=options.state_snapshots))
     return Loaded(

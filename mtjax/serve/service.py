@@ -6,7 +6,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -76,6 +76,7 @@ class Service:
       host: the engines.
       limits: limits of a request.
       keys: the valid API keys.
+      created: when the service was built, in seconds since 1970; `/v1/models` lists it.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Service:
     host: Host
     limits: Limits
     keys: Keys
-    created: int = int(time.time())
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def check_name(self, name: Any) -> None:
         """Checks a request's model name, which may be None.
@@ -183,7 +184,7 @@ async def _unless_disconnected(receive: Receive, work: Awaitable[Response]) -> R
     finally:
         for task in (response, disconnect):
             task.cancel()
-        # Awaited after they were cancelled, or asyncio would report exceptions that nobody retrieved.
+        # Awaited after they were cancelled, or asyncio would report exceptions that were not retrieved.
         await asyncio.gather(response, disconnect, return_exceptions=True)
 
 

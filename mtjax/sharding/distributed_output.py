@@ -27,7 +27,7 @@ def distributed_output(output_of: OfRank, parameters: Tree, batch: Tree, region:
     def local(parameters: Tree, batch: Tree) -> Tree:
         """Runs on each rank."""
         output = output_of(*region.mark_varying(parameters, batch), region.records)
-        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
+        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.token_axes), output)
 
     return region.map(local, batch, specs)(parameters, region.shard_batch(batch))
 

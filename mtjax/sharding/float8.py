@@ -207,7 +207,7 @@ def _product_backward(
         counts = _counts(recipe, scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)))
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
-    # Where sequences are gathered in 8 bits it is gathered below, behind its quantization.
+    # Where sequences are gathered in 8 bits it is gathered below, after its quantization.
     gradient = gradient if recipe.gathers else reshard(gradient, whole)
     scale = current_scale(gradient, kind, recipe.digits) if scales is None else scales.scale[2]
     g8 = reshard(quantized(gradient, kind, scale), whole)

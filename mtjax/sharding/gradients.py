@@ -219,7 +219,7 @@ def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
 
     Args:
       sums: gradient accumulators, float32, in the shapes of `stack`.
-      x: hidden states behind the last layer.
+      x: hidden states after the last layer.
       stack: what the loop over layers carried unchanged; nothing else may read it.
     """
     return x
@@ -241,7 +241,7 @@ Sums = dict[str, Array]
 
 
 def total_loss(sums: Sums) -> Array:
-    """Adds up the losses, without the counters: the value that is minimised."""
+    """Adds up the losses, without the counters: the value that is minimized."""
     # Losses are scalars; counters, such as the tokens of each expert, are arrays.
     return sum((value for value in sums.values() if not value.ndim), start=jnp.zeros(()))
 

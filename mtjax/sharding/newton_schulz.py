@@ -59,7 +59,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
 
 def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tuple[int, Axes]]) -> Array:
     """Exchanges shards [stacked dimensions, rows' and columns'] for entire matrices, and back; `exchanges` are, of each
-    sharded dimension, its index behind one dimension of matrices, and the mesh axes."""
+    sharded dimension, its index after one dimension of matrices, and the mesh axes."""
     stacked = len(matrices.stacked)
     x = shard.reshape(-1, *shard.shape[stacked:])
     count = x.shape[0]

@@ -117,10 +117,10 @@ def param_specs(
         """Describes a parameter from its path, its dimensions' logical names and its abstract array."""
         name, is_narrow = dotted(path), gathers_in_compute_dtype(names)
         trainable, is_maximum = is_trainable(name), name.endswith(f".{LARGEST_SCORES}")
-        # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they process different samples or
+        # Ranks along `replicas` hold the same parameter. Along those in `token_axes` they process different samples or
         # tokens: the gradient is reduced over these. Along the others, stages, it is after the last microbatch.
         replicas = tuple(axis for axis in layout.rules.replicas(names) if mesh.degree((axis,)) > 1)
-        deferred = tuple(axis for axis in replicas if axis not in layout.rules.shared_work)
+        deferred = tuple(axis for axis in replicas if axis not in layout.rules.token_axes)
         replicas = tuple(axis for axis in replicas if axis not in deferred)
         # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
         zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)

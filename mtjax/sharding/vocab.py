@@ -298,7 +298,7 @@ def logit_gradient(
     slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
     slope -= options.label_smoothing / options.vocab_size
     slope = options.gradient(slope * gradient_C[:, None], logits_CV)
-    # Rows behind the vocabulary have probability 0, but the smoothed target would give them a gradient.
+    # Rows past the vocabulary have probability 0, but the smoothed target would give them a gradient.
     return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
@@ -353,7 +353,7 @@ def summaries_of(
     # `pmax` has no derivative, and needs none: losses have backward passes of their own.
     top = lax.pmax(highest, specs.rows)
     sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
-    # XLA: separate all-reduces may be moved behind the mean over tokens. One array is reduced here.
+    # XLA: separate all-reduces may be moved after the mean over tokens. One array is reduced here.
     exponentials, label, *totals = lax.psum(jnp.stack(sums), specs.rows)
     return Summaries(top, exponentials, label, totals[0] if totals else None)
 
@@ -371,7 +371,7 @@ def local_logits(
     The rows are in the type of `hidden_CH`; `scales_V` are those of an 8-bit table, whose values are in `table_VH`.
 
     Returns:
-      float32 logits [C, V], `NEVER` for rows behind the vocabulary; and the index of each column in the entire
+      float32 logits [C, V], `NEVER` for rows past the vocabulary; and the index of each column in the entire
       vocabulary, [V].
     """
     # Sums of exponentials over the vocabulary need float32; the operands stay in the compute type.

@@ -1,8 +1,8 @@
 """The weighted sum of a cross-entropy whose gradients are computed with its values, while a chunk's logits are alive.
 
-Of the sum's gradients only a factor is unknown in the forward pass: that of the sum itself. So logits are not computed
-again in the backward pass as in `mtjax.sharding.vocab`: three products with the table instead of four.
-It needs all columns of a token's logits on one rank: no tensor parallelism.
+Of the sum's gradients only a factor is unknown in the forward pass: that of the sum itself. So logits are not
+recomputed in the backward pass as in `mtjax.sharding.vocab`: three products with the table instead of four. It needs
+all columns of a token's logits on one rank: no tensor parallelism.
 """
 
 from functools import partial

@@ -13,7 +13,7 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, NeighbourFile, SampleOrder, TrainingText
-from mtjax.data.samples.blend import normalise
+from mtjax.data.samples.blend import normalize
 from mtjax.errors import UserError, shortened
 from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
@@ -182,7 +182,7 @@ def _with_shares(texts: Sequence[TrainingText]) -> list[TrainingText]:
     weights = [text.weight for text in texts if text.weight is not None]
     if not weights or len(weights) < len(texts):
         return list(texts)
-    return [dataclasses.replace(text, weight=share) for text, share in zip(texts, normalise(weights), strict=True)]
+    return [dataclasses.replace(text, weight=share) for text, share in zip(texts, normalize(weights), strict=True)]
 
 
 def _described(text: TrainingText) -> str:

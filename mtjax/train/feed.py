@@ -11,20 +11,20 @@ from mtjax.sharding.global_batch import global_batch, process_rows
 
 
 def open_batches(
-    placed: ShardedModel, config: Config, dataset: Dataset, consumed: int, batch_schedule: BatchSchedule
+    sharded_model: ShardedModel, config: Config, dataset: Dataset, consumed: int, batch_schedule: BatchSchedule
 ) -> Loader:
     """Opens this process's rows of every batch, starting at sample `consumed`."""
     return data.open_loader(
         config,
         dataset,
         # A function of the size of a batch, which a ramp-up changes.
-        rows=lambda size: process_rows(placed.batch_sharding, size),
+        rows=lambda size: process_rows(sharded_model.batch_sharding, size),
         start_sample=consumed,
         batch_schedule=batch_schedule,
     )
 
 
-def next_batch(placed: ShardedModel, batches: Loader, size: int) -> dict[str, jax.Array]:
+def next_batch(sharded_model: ShardedModel, batches: Loader, size: int) -> dict[str, jax.Array]:
     """Returns the next global batch, with the arrays that the program reads.
 
     Raises:
@@ -34,4 +34,4 @@ def next_batch(placed: ShardedModel, batches: Loader, size: int) -> dict[str, ja
         local = next(batches)
     except StopIteration:
         raise UserError(f"the training data end before the run: no batch of {size} samples is left") from None
-    return global_batch(placed.batch_sharding, {name: local[name] for name in placed.batch_names}, size)
+    return global_batch(sharded_model.batch_sharding, {name: local[name] for name in sharded_model.batch_names}, size)

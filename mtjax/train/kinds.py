@@ -10,7 +10,7 @@ from mtjax.train.step import TrainStep
 def step_class(config: Config) -> type[TrainStep]:
     """Returns the class of a config's train step."""
     model, training, optimizer = config.model, config.training, config.optimizer
-    # The first is the outermost: it extends methods of those behind it.
+    # The first is the outermost: it extends methods of those after it.
     settings = {
         "variants:NarrowMastersStep": optimizer.master_dtype != "float32",
         "variants:PredictingStep": model.mtp_num_layers > 0,

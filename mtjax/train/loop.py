@@ -81,7 +81,7 @@ class Run:
     """Only if the objective or the evaluations define a goal."""
     nonfinite_steps: NonfiniteSteps
     corruption_checks: CorruptionChecks
-    start: "StartOptions"
+    this_start: "StartOptions"
 
 
 Show = Callable[[TrainStep, Console], object]
@@ -203,7 +203,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
 
 def conclude(run: Run, state: State, stopped: str | None) -> None:
     """Prints how the run ended: after its last step, or `stopped` by a signal."""
-    run.start.times.begin(start_timer.SUMMARY)
+    run.this_start.times.begin(start_timer.SUMMARY)
     if stopped:
         advice = run.environment.peers.advice
         run.progress.say(f"stopped by {stopped} after step {int(state.step)}; saved. Resume with: {advice}")
@@ -235,29 +235,29 @@ def open_logs(
     return metrics, time_log
 
 
-def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
+def run_steps(run: Run, restored: Restored) -> tuple[State, str | None]:
     """Trains until the last step or a signal; returns the last state, which has been saved, and the signal's name.
 
     The host runs ahead of the devices: it waits for them only to log, save or validate.
     """
     training, output = run.config.training, run.config.output
     add_teacher_targets = run.objective.teacher_targets(run.program)
-    state, consumed, signal_name = start.state, start.consumed_samples, None
-    times, folder, say = run.start.times, run.environment.folder, run.progress.say
-    clock = StepClock(start.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
-    profile = Profile(named_steps(run.start.options.profile, run.program), folder, say)
-    results, prepared = None, FirstScales(run.program, say, clock)
-    stopped_before = run.best is not None and run.best.best.is_over
+    state, consumed, signal_name = restored.state, restored.consumed_samples, None
+    times, folder, say = run.this_start.times, run.environment.folder, run.progress.say
+    clock = StepClock(restored.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
+    profile = Profile(named_steps(run.this_start.options.profile, run.program), folder, say)
+    results, with_first_scales = None, FirstScales(run.program, say, clock)
+    stopped_before = run.best is not None and run.best.validation.is_over
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
-        for step in range(start.step + 1, start.step + 1 if stopped_before else training.steps + 1):
+        for step in range(restored.step + 1, restored.step + 1 if stopped_before else training.steps + 1):
             size = run.environment.batch_schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)
             batch = add_teacher_targets(batch) if add_teacher_targets else batch
             # Before the step, which donates the state.
             check_replicas(run, step, state, batch, clock)
-            state = prepared(state, batch, step)
+            state = with_first_scales(state, batch, step)
             clock.begin(step)
             # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
@@ -266,23 +266,24 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             run.progress.advance(step)
             last = step == training.steps
             is_evaluated = run.data.held_out is not None and step % output.valid_every == 0
-            is_evaluated |= run.start.evaluations is not None and step % output.evaluate_every == 0
-            if step % output.log_every == 0 or step == start.step + 1 or is_evaluated or last:
+            is_evaluated |= run.this_start.evaluations is not None and step % output.evaluate_every == 0
+            if step % output.log_every == 0 or step == restored.step + 1 or is_evaluated or last:
                 entry = step_metrics(step, jax.device_get(results), clock, dense_layers(run.config.model))
                 check_steps(run, state)
                 entry |= validate_and_evaluate(run, state, step, clock)
-                log_entry(run, entry, compiled=step == start.step + 1)
+                log_entry(run, entry, compiled=step == restored.step + 1)
                 last = keep_best(run, entry, state, consumed, clock) or last
             # The queue of steps to check keeps results on the devices, so its length is limited.
             elif run.nonfinite_steps.is_full:
                 check_steps(run, state)
             # All processes stop after the same step, whichever of them received the signal.
             signal_name = stop.at(step)
-            if last or signal_name or (output.checkpoint_every and step % output.checkpoint_every == 0):
+            last = last or bool(signal_name)
+            if last or (output.checkpoint_every and step % output.checkpoint_every == 0):
                 jax.block_until_ready(results)  # so that the time of the save does not include the steps in flight
                 clock.pause(start_timer.SAVE)
                 run.corruption_checks.check_state(step, state)
-                run.saves.save(state, run.config, consumed, last=last or bool(signal_name))
+                run.saves.save(state, run.config, consumed, must_succeed=last)
                 if run.time_log is not None:
                     run.time_log.write(step)
                 clock.restart(step)
@@ -291,7 +292,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 clock.pause(start_timer.SAVE)
                 run.local.save(state, run.config, consumed)
                 clock.restart(step)
-            if signal_name or last:
+            if last:
                 break
     return state, signal_name
 
@@ -344,7 +345,7 @@ def log_entry(run: Run, entry: dict[str, Any], *, compiled: bool) -> None:
 
 def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -> dict[str, float]:
     """Runs the validation and evaluations due after a step, outside of its time; returns their metrics."""
-    output, evaluations, entries = run.config.output, run.start.evaluations, dict[str, float]()
+    output, evaluations, entries = run.config.output, run.this_start.evaluations, dict[str, float]()
     last = step == run.config.training.steps
     validate = run.data.held_out is not None and (step % output.valid_every == 0 or last)
     evaluate = evaluations is not None and (step % output.evaluate_every == 0 or last)
@@ -364,18 +365,18 @@ def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, cloc
     """Saves the state if its validation is the best so far; returns whether the run ends early."""
     if run.best is None:
         return False
-    if run.best.best.update(entry):
+    if run.best.validation.update(entry):
         clock.pause(start_timer.SAVE)
-        run.best.saves.save(state, run.config, consumed, last=True)
+        run.best.saves.save(state, run.config, consumed, wait=True)
         clock.restart(entry["step"])
-    return run.best.best.is_over
+    return run.best.validation.is_over
 
 
 def print_summary(run: Run, state: State) -> None:
     """Prints where the results are, a sample of the model, where the time went, and the next commands."""
     out, best = shown(run.environment.out), ""
-    if run.best is not None and run.best.best.step:
-        found = run.best.best
+    if run.best is not None and run.best.validation.step:
+        found = run.best.validation
         best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
     sample = run.objective.sample(run.program, state, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
@@ -383,7 +384,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.metrics is not None and run.time_log is not None:
         with writing(run.environment.folder):
             plot_losses(run.metrics.path, run.environment.folder / "loss.png", run.config)
-        time = f"time    {run.time_log.describe()}\n{' ' * 8}{describe_programs(run.start.cache)}\n"
+        time = f"time    {run.time_log.describe()}\n{' ' * 8}{describe_programs(run.this_start.cache)}\n"
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
         f"checkpoints are in {out}\n{sample}{time}next    {next_commands}"

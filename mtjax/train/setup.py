@@ -106,7 +106,7 @@ class Prepared:
 class BestCheckpoint:
     """The best validation, and the checkpoint of its step."""
 
-    best: Best
+    validation: Best
     saves: Saves
 
 
@@ -314,8 +314,9 @@ def open_best_checkpoint(
     best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
     checkpoints = open_best(environment, step)
     stack.callback(checkpoints.close)
-    advice = "free some space, and start again with --resume"
-    return BestCheckpoint(best, Saves(checkpoints, config.output.max_failed_saves, lambda: advice, say))
+    # Read when a save fails: the command is known then.
+    saves = Saves(checkpoints, config.output.max_failed_saves, lambda: environment.peers.advice, say)
+    return BestCheckpoint(best, saves)
 
 
 def _checkpoints(environment: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:

@@ -103,7 +103,7 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[CheckedTe
     Layers come from the last to the first, then the parameters outside of layers.
 
     Args:
-      records: of every parameter.
+      records: `ParamSpec` of every trained parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
     """
     in_tree_order = tensors_in_tree_order(records, numbers_of)

@@ -126,7 +126,7 @@ def test_parameters_per_rank_split_what_the_paper_splits():
 
 
 def test_utilisation_and_cost():
-    assert flops.utilisation(1e15, 2, 10, 1e14) == pytest.approx(0.5)
+    assert flops.utilization(1e15, 2, 10, 1e14) == pytest.approx(0.5)
     assert flops.cost(8, 2, 2.5) == 8 * 48 * 2.5
     assert flops.steps_for_tokens(1e6, 8, 1024) == math.ceil(1e6 / 8192)
 

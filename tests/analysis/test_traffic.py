@@ -2,12 +2,14 @@
 
 import dataclasses
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from mtjax import config
 from mtjax.analysis.anatomy import anatomy_of, gpt
-from mtjax.analysis.traffic import bandwidth_demand, ring_factor, sent_by_axis, transfers
+from mtjax.analysis.contract import Kind
+from mtjax.analysis.traffic import RING_PASSES, bandwidth_demand, ring_factor, sent_by_axis, transfers
 from mtjax.config import Config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
@@ -32,6 +34,7 @@ def test_ring_factors():
     assert ring_factor("all-gather", 8) == ring_factor("reduce-scatter", 8) == 7 / 8
     assert ring_factor("send", 4) == 1
     assert ring_factor("all-reduce", 1) == 0
+    assert set(get_args(Kind)) <= set(RING_PASSES)  # or a contract's line would count as point to point
 
 
 @pytest.mark.parametrize(

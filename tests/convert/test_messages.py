@@ -1,6 +1,9 @@
 """What is said about weights that are not there, or of a network that mtjax does not have."""
 
+import errno
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +14,7 @@ from mtjax import cli
 from mtjax.config import Config, replace
 from mtjax.convert.model_types.registry import MODEL_TYPES, family_of_config, family_of_model
 from mtjax.convert.saved_model import parse_named
-from mtjax.convert.stream import check_folder, config_of, understood
+from mtjax.convert.stream import check_folder, config_of, new_folder, understood
 from mtjax.errors import UserError
 from mtjax.families.registry import FAMILIES
 from tests.families.dummy import ROW
@@ -381,3 +384,28 @@ def test_an_empty_object_of_rope_is_none() -> None:
     config = {"model_type": "ministral3", "rope_parameters": {}}
     settings = MODEL_TYPES["ministral3"].model_settings(config, frozenset(), "config.json")
     assert (settings["rope_theta"], settings["rope_scaling"]) == (10000.0, "none")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+    """The source is read while the target's folder is open."""
+    source, target = tmp_path / "config.json", tmp_path / "out"
+    source.mkdir()
+    with pytest.raises(IsADirectoryError) as read, new_folder(target):
+        source.read_text()
+    assert read.value.filename == str(source)
+    with pytest.raises(OSError, match="Input/output error"), new_folder(target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as a read from a bad disk: it names no file
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_target_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A full disk, whose error names no file, and names that are taken."""
+    target, taken = tmp_path / "out", tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(UserError, match=f"^{target} can't be written: No space left on device$"), new_folder(target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(UserError, match=f"^{target} can't be written: Is a directory$"), new_folder(target) as folder:
+        (folder / "weights").mkdir()
+        shutil.copyfile(taken, folder / "weights")
+    with pytest.raises(UserError, match=f"^{taken}/out can't be written: Not a directory$"), new_folder(taken / "out"):
+        pass

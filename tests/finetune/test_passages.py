@@ -97,7 +97,7 @@ def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
 
     @jax.jit
     def logits(parameters, batch):
-        with use_rules(placed.layout.rules.with_whole_samples):
+        with use_rules(placed.layout.rules.with_replicated_activations):
             model = reader.inference_model(parameters)
             return model_logits(model, model.final_hidden(run_sections(model, batch, None)[0].x))
 

@@ -122,9 +122,9 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
 def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     """With everything that attention may do to queries, keys and scores."""
     (out,) = texts(engine_of(kind, "2x4"), [PROMPTS[1]], Sampling(12), logprobs=True)
-    placed = decoder_of(kind, "1x1").placed
+    placed = decoder_of(kind, "1x1").sharded_model
     tokens = np.array([[*PROMPTS[1], *(token.id for token in out)]])
-    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_replicated_activations):
         model = placed.inference_model(drawn_parameters(placed))
         logits = jax.jit(lambda tokens: model_logits(model, model(tokens)))(tokens)[0, :, :VOCAB]
     known = np.asarray(jax.nn.log_softmax(np.asarray(logits)))[

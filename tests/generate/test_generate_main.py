@@ -37,9 +37,9 @@ def shared_programs():
     first: dict[Any, GenerationPrograms] = {}
 
     class Sharing(GenerationPrograms):
-        def __init__(self, placed, parameters, start_id, **options) -> None:
-            super().__init__(placed, parameters, start_id, **options)
-            like = first.setdefault((placed.config, placed.mesh_shape, start_id, *options.items()), self)
+        def __init__(self, sharded_model, parameters, start_id, **options) -> None:
+            super().__init__(sharded_model, parameters, start_id, **options)
+            like = first.setdefault((sharded_model.config, sharded_model.mesh_shape, start_id, *options.items()), self)
             programs = [name for name in vars(GenerationPrograms) if name.startswith("_compiled_")]
             self.__dict__.update({name: getattr(like, name) for name in programs})
 

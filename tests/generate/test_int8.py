@@ -91,7 +91,7 @@ def llama(kind: str) -> tuple[dict, dict, dict]:
 
 def greedy_texts(folder, mesh: str, storage: Storage = PLAIN) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh, storage=storage)
-    decoder = GenerationPrograms(loaded.placed, loaded.parameters, storage=storage, grids=loaded.grids)
+    decoder = GenerationPrograms(loaded.sharded_model, loaded.parameters, storage=storage, grids=loaded.grids)
     engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
     for prompt, tokens in zip(PROMPTS, texts, strict=True):
@@ -218,7 +218,7 @@ def test_quantized_cache(kind) -> None:
     query = random.standard_normal((1, 5, 4, 16)).astype(np.float32)
     options = AttentionOptions(0.0)
     positions = CachePositions(jax.numpy.arange(5)[None], jax.numpy.int32(1), jax.numpy.int32(5))
-    with jax.set_mesh(make_mesh(MeshShape(), jax.devices()[:1])), use_rules(TENSOR.rules.with_whole_samples):
+    with jax.set_mesh(make_mesh(MeshShape(), jax.devices()[:1])), use_rules(TENSOR.rules.with_replicated_activations):
         sizes = (3, 2, 8, 16)
         caches = ((QuantizedKVCache.empty(*sizes, kind), new), (KVCache.empty(*sizes, np.float32), exact))
 

@@ -222,7 +222,9 @@ def test_greedy_texts_and_logprobs_equal_transformers(family, meshes, tmp_path) 
     expected = [theirs(model, prompt) for prompt in PROMPTS]
     for mesh in meshes:
         loaded = load_model(f"hf:{tmp_path}", mesh)
-        engine = Engine(GenerationPrograms(loaded.placed, loaded.parameters), 2, chunks=(8, 16), min_cache_length=32)
+        engine = Engine(
+            GenerationPrograms(loaded.sharded_model, loaded.parameters), 2, chunks=(8, 16), min_cache_length=32
+        )
         # Three prompts in two slots: the third joins when another has ended.
         received: list[list[Token]] = [[] for _ in PROMPTS]
         for prompt, out in zip(PROMPTS, received, strict=True):
@@ -273,7 +275,7 @@ def test_t5_texts_equal_transformers(kind: str, feed_forward: str, is_tied: bool
     for mesh in meshes:
         loaded = load_model(f"hf:{tmp_path}", mesh)
         assert loaded.start_id == 0 and loaded.stop_ids == {300}
-        decoder = GenerationPrograms(loaded.placed, loaded.parameters, loaded.start_id)
+        decoder = GenerationPrograms(loaded.sharded_model, loaded.parameters, loaded.start_id)
         engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
         received: list[list[Token]] = [[] for _ in PROMPTS]
         for prompt, out in zip(PROMPTS, received, strict=True):
@@ -314,7 +316,7 @@ def test_beams_equal_transformers(family, penalty: float, tmp_path) -> None:
     settings |= {"num_return_sequences": 4, "return_dict_in_generate": True, "output_scores": True}
     assert len(jax.devices()) >= 4  # in use: their number is fixed
     loaded = load_model(f"hf:{tmp_path}", "2x2")
-    decoder, kinds = GenerationPrograms(loaded.placed, loaded.parameters, loaded.start_id), set()
+    decoder, kinds = GenerationPrograms(loaded.sharded_model, loaded.parameters, loaded.start_id), set()
     for prompt in PROMPTS:
         text = torch.tensor([prompt])
         free = model.generate(text, eos_token_id=None, **settings).sequences[0].tolist()

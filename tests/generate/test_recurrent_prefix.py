@@ -114,8 +114,8 @@ def test_log_probabilities_are_those_of_training(pattern: str, mesh: str) -> Non
     texts(engine, SYSTEM + tokens(6, 3))
     (out,), count = reused(engine, prompt)
     assert count == 32
-    placed, row = engine.decoder.placed, np.array([[*prompt, *(token.id for token in out)]])
-    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+    placed, row = engine.decoder.sharded_model, np.array([[*prompt, *(token.id for token in out)]])
+    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_replicated_activations):
         model: Any = placed.inference_model(drawn_parameters(placed))
         logits = np.asarray(jax.jit(lambda row: model_logits(model, model(row)))(row))[0, :, :VOCAB].astype(np.float64)
     known = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

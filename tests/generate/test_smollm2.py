@@ -34,7 +34,7 @@ def test_smollm2_writes_and_answers_as_with_transformers() -> None:
     assert ours_chat == theirs_chat
     prompts = [loaded.tokenizer.encode_prompt("The capital of France is"), ours_chat]
     assert prompts[0] == encoded("The capital of France is").input_ids
-    engine, texts = Engine(GenerationPrograms(loaded.placed, loaded.parameters), 2), []
+    engine, texts = Engine(GenerationPrograms(loaded.sharded_model, loaded.parameters), 2), []
     for prompt in prompts:
         text = Completion(loaded.tokenizer, tuple(prompt), Sampling(NEW), loaded.stop_ids)
         engine.submit(text.request)

@@ -36,7 +36,7 @@ def test_chunks_and_single_tokens_attend_as_the_whole_text_does(window: int, has
     random, chunks = np.random.default_rng(window), (7, 16, 1, 11)
     alibi = Alibi((0.5, 0.25, 0.125)) if has_alibi else None
     options = AttentionOptions(0.0, None, None, alibi=alibi, window=window)
-    with jax.enable_x64(True), jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules.with_whole_samples):
+    with jax.enable_x64(True), jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules.with_replicated_activations):
         query, key, value = random.normal(size=(3, 3, TOKENS, HEADS, WIDTH))
         cache = WindowKVCache.empty(3, HEADS, 8, WIDTH, jnp.float64, window).resized(LENGTH)
         assert cache.keys.shape[2] == cache.slots == window

@@ -23,7 +23,7 @@ from mtjax.convert.megatron_experts import by_expert
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.writer import IndexedWriter
-from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
+from mtjax.data.samples.blend import BlendedDataset, normalize, samples_of_each
 from mtjax.data.samples.split import SPLITS as PARTS
 from mtjax.data.samples.split import split_bounds
 from mtjax.families.gpt.samples import GPTDataset, GPTOptions
@@ -218,7 +218,7 @@ def our_dataset(case: dict[str, Any], part: str, corpora: Path) -> Any:
     options = GPTOptions(SEQUENCE, EOD, VOCAB, case.get("seed", 1234), is_reset, is_reset, is_reset)
     samples = case["samples"][PARTS.index(part)]  # pyright: ignore[reportArgumentType]
     weights = case.get("weights")
-    counts = samples_of_each(normalise(weights), samples) if weights else [samples]
+    counts = samples_of_each(normalize(weights), samples) if weights else [samples]
     datasets = []
     for name, count in zip(case["blend"], counts, strict=True):
         tokens = IndexedDataset(corpora / name)

@@ -20,7 +20,7 @@ from mtjax.layout.stages import balanced_layers
 from mtjax.plan import search
 from mtjax.plan.hints import zero_hint
 from mtjax.plan.report import choice_table
-from mtjax.plan.search import Space, best_plan, gpus_within
+from mtjax.plan.search import Space, fitting_plans, gpus_within
 from mtjax.plan.search_report import train_command
 
 SHAPE = gpt(6, 1536, 12, 1024, 51_200)
@@ -191,18 +191,18 @@ def test_a_model_that_does_not_fit_names_the_nearest_that_does():
     with pytest.raises(
         UserError, match=r"no plan for 8 GPUs fits 71.2 GiB each: the smallest.*the nearest plan that fits"
     ):
-        best_plan(huge, Plan(MeshShape(), 8, 1), 8, DGX_H100)
+        fitting_plans(huge, Plan(MeshShape(), 8, 1), 8, DGX_H100)
 
 
 def test_a_number_of_gpus_that_divides_nothing():
     with pytest.raises(UserError, match=r"7 GPUs form no mesh that divides 12 heads, 6 layers and global batch 24"):
-        best_plan(SHAPE, BASE, 7, DGX_H100)
+        fitting_plans(SHAPE, BASE, 7, DGX_H100)
 
 
 def test_a_model_that_fits_nowhere():
     monster = gpt(1, 400_000, 1, 1024, 51_200)
     with pytest.raises(UserError, match="no number of GPUs up to 64 times as many fits"):
-        best_plan(monster, Plan(MeshShape(), 1, 1), 1, SERVERS["v100"])
+        fitting_plans(monster, Plan(MeshShape(), 1, 1), 1, SERVERS["v100"])
 
 
 def test_rejected_meshes_say_why():
@@ -229,7 +229,7 @@ def test_ranks_share_long_samples_where_that_is_faster():
     run = config.replace(config.load("llama3-8b"), vocab_size=128_256, sequence_length=32_768, global_batch_size=8)
     shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())
     space = Space(recomputes=("full",), zeros=(0, 1), max_stages=1)
-    best = best_plan(shape, base, 64, DGX_H100, space).best
+    best = fitting_plans(shape, base, 64, DGX_H100, space).best
     ways = {plan.plan.mesh.context for plan in search.search(shape, base, 64, DGX_H100, space).fitting}
     assert ways == {1, 2, 4, 8}  # at least 4,096 tokens for each
     alone = [mesh for mesh in search.meshes(shape, base, 64, DGX_H100, space) if mesh.context == 1]
@@ -252,7 +252,7 @@ def test_uneven_shares_are_taken_where_nothing_else_fits():
     server = dataclasses.replace(DGX_H100, gpu=dataclasses.replace(DGX_H100.gpu, memory=3.5 * 2**30))
     base = Plan(MeshShape(), 8, 1)
     assert not search.search(shape, base, 3, server, Space(recomputes=("full",))).fitting
-    best = best_plan(shape, base, 3, server, Space(recomputes=("full",))).best
+    best = fitting_plans(shape, base, 3, server, Space(recomputes=("full",))).best
     assert best.plan.mesh == MeshShape(stage=3) and best.plan.layers_per_stage == (1, 2, 1)
 
 
@@ -289,7 +289,7 @@ def test_a_model_of_80_layers_on_48_gpus():
     run = config.load("llama3-70b")
     shape, base = anatomy_of(run.model), Plan.of(run, MeshShape())
     space = Space(recomputes=("full",), zeros=(1,), sequence=(True,), chunks=(1,))
-    fitting = {c.plan.mesh: c for c in best_plan(shape, base, 48, DGX_H100, space).fitting}
+    fitting = {c.plan.mesh: c for c in fitting_plans(shape, base, 48, DGX_H100, space).fitting}
     found = fitting[MeshShape(data=2, stage=3, model=8)]
     assert found.plan.layers_per_stage == (27, 27, 26)
     assert 27 * 3 / 80 <= max(c.plan.mesh.stage * max(c.plan.layers_per_stage) / 80 for c in fitting.values()) <= 1.25

@@ -92,11 +92,11 @@ def test_a_text_is_what_one_pass_over_it_predicts(writer, tokenizer, parameters,
     writes = writer if mesh == "1x1" else writer_of(tokenizer, parameters, mesh)
     ids, found, neighbours = written(writes, tokenizer, line, max_tokens=40)
     assert len(ids) + len(found) == LENGTH  # up to the end of the context
-    placed, batch = writer._placed, {"tokens": np.array([[*ids, *found]], np.int32)}
+    placed, batch = writer._sharded_model, {"tokens": np.array([[*ids, *found]], np.int32)}
     batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
 
     def logits(parameters, batch):
-        with use_rules(placed.layout.rules.with_whole_samples):
+        with use_rules(placed.layout.rules.with_replicated_activations):
             model = placed.inference_model(parameters)
             return model_logits(model, model.final_hidden(run_sections(model, batch, None)[0].x))
 

@@ -166,7 +166,7 @@ def test_a_folder_that_is_another_one_under_its_name_fails_a_save(tmp_path):
     checkpoints, said = Checkpoints(folder, keep_last=9), []
     saves = Saves(checkpoints, 1, advice=lambda: "mtjax train --resume", say=said.append)
     state, _ = run_steps(program, 1)
-    saves.save(state, program.config, CONSUMED, last=False)
+    saves.save(state, program.config, CONSUMED)
     checkpoints.wait()
     folder.rename(tmp_path / "gone")
     folder.mkdir()
@@ -174,7 +174,7 @@ def test_a_folder_that_is_another_one_under_its_name_fails_a_save(tmp_path):
     assert "step 1 could not be saved" in said[0] and "its disk is gone, or it was moved" in said[0]
     state, _ = run_steps(program, 1, state)
     with pytest.raises(UserError, match="step 2 could not be saved: .*its disk is gone.*no checkpoint is visible"):
-        saves.save(state, program.config, CONSUMED, last=False)
+        saves.save(state, program.config, CONSUMED)
     assert not list(folder.iterdir())
 
 

@@ -87,7 +87,7 @@ def test_a_store_that_comes_back_costs_nothing_and_one_that_does_not_a_save(
     store.stop()
     back = threading.Timer(2, store.start)
     back.start()
-    saves.save(state, program.config, 0, last=False)
+    saves.save(state, program.config, 0)
     saves.finish()
     back.join()
     assert not said and saving.newest_on_disk() == Path(f"{url}/1")
@@ -95,7 +95,7 @@ def test_a_store_that_comes_back_costs_nothing_and_one_that_does_not_a_save(
     with monkeypatch.context() as short:
         short.setattr(storage, "PATIENCE", 0.0)
         short.setattr(storage, "RETRIES", 1)
-        saves.save(state, program.config, 0, last=False)
+        saves.save(state, program.config, 0)
         saves.finish()
     store.start()
     (note,) = said
@@ -104,7 +104,7 @@ def test_a_store_that_comes_back_costs_nothing_and_one_that_does_not_a_save(
         r"for \d s: ABORTED: .*; is the store reachable\?\); the run ends if more than 1 saves in a row fail",
         note,
     )
-    saves.save(state, program.config, 0, last=True)
+    saves.save(state, program.config, 0, must_succeed=True)
     assert said == [note]
 
 

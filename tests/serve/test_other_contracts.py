@@ -70,7 +70,7 @@ def test_text_includes_the_token_that_ends_it(live) -> None:
 def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
     """Returns a function for log-probabilities of the next token, float64, without a KV cache."""
     loaded = load_model(f"hf:{folder}")
-    placed = loaded.placed
+    placed = loaded.sharded_model
 
     @jax.jit
     def logits(parameters, tokens):

@@ -182,7 +182,7 @@ class Attention(_Heads):
         learns = self.rank > 0 or not stream.is_frozen
         lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
         lines += width_norm_collectives(stream, learns=learns) if self.normalizes_width else []
-        # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
+        # Fewer key heads than ranks: those with the same one all-reduce its gradient.
         # A weight for all heads is replicated anyway, and has a line of its own below.
         per_head = 0 if self.qk_norm_scope == "head" else self.qk_norm
         inputs = "(hidden + 1)" if self.biases[0] else "hidden"

@@ -34,7 +34,7 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
     """
     if stream.across is None:
         return []
-    layers, hops = f"{stream.side}layers", "(context_ways - 1)"
+    layers, hops = f"{stream.side}layers", "(context_degree - 1)"
     recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
     # XLA: the backward pass's first transfer is the recompute's last, but for layers in groups.
     sent_before = f"({stream.side}recomputed_layers - {stream.side}grouped_layers)"
@@ -53,7 +53,7 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
             permutes = f"{arrays}*{hops}" if arrays > 1 else hops
             forward, forward_permutes = stream.forward_times, permutes
             if settings:  # XLA: ids are the same in all layers, so that their first hop may be sent once
-                forward_permutes, first = "(context_ways - 2)", {"pooled": True, "hoisted": True, **settings}
+                forward_permutes, first = "(context_degree - 2)", {"pooled": True, "hoisted": True, **settings}
                 line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, first ring step", **first)
             count = f"{forward_permutes}*{forward}"
             line(LAYER_FORWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
@@ -69,13 +69,13 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
         return lines
     why, count = "gradients of keys and values", f"({layers} - {sent_before})*{stream.turns}"
     for arrays, width in both:
-        every = f"context_ways*batch*sequence*{width}"
+        every = f"context_degree*batch*sequence*{width}"
         line(LAYER_FORWARD, "all-gather", f"{arrays}*{stream.forward_times}", every, "keys and values")
         line(LAYER_RECOMPUTE, "all-gather", f"{arrays}*{recomputed}", every, "keys and values")
         line(LAYER_BACKWARD, "all-gather", f"{arrays}*{count}", every, "keys and values")
         line(LAYER_BACKWARD, "reduce-scatter", f"{arrays}*{stream.times}", every, why, dtype="float32")
     if stream.across.keeps_documents_apart:
-        elements, why = "context_ways*batch*sequence", "document ids of keys, the same for all layers"
+        elements, why = "context_degree*batch*sequence", "document ids of keys, the same for all layers"
         settings = {"dtype": "int32", "pooled": True, "hoisted": True, "also": LAYER_RECOMPUTE}
         line(LAYER_FORWARD, "all-gather", f"3*{stream.times}", elements, why, **settings)
     return lines

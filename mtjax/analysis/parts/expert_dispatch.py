@@ -6,7 +6,7 @@ from mtjax.layout.rules import CONTEXT, EXPERT
 
 ROUTES = "batch*sequence*top_k"
 """Formula: elements of a microbatch's expert indices, and of their gates (weights of the experts' outputs)."""
-EVERY = "expert_ways*batch*sequence*hidden"
+EVERY = "expert_degree*batch*sequence*hidden"
 """Formula: elements of the tokens of all expert parallel ranks."""
 LOADS = "batch*num_experts"
 """Formula: elements of the loads of a microbatch's samples, a number per expert."""
@@ -57,7 +57,7 @@ def all_to_all_dispatch(stream: ResidualStream) -> list[Expectation]:
 
 def _gathered_routes(stream: ResidualStream) -> list[Expectation]:
     """Returns the all-gathers of all ranks' expert indices and gates, from which a rank dispatches tokens."""
-    routes, lines = f"expert_ways*{ROUTES}", []
+    routes, lines = f"expert_degree*{ROUTES}", []
 
     def line(phase: str, kind: Kind, count: str, why: str, dtype: Dtype) -> None:
         lines.append(Expectation(phase, kind, EXPERT, count, routes, dtype, why=why))
@@ -93,7 +93,7 @@ def capacity_dispatch(stream: ResidualStream) -> list[Expectation]:
 
 def chunk_loads(stream: ResidualStream) -> list[Expectation]:
     """Returns the all-gathers of the expert loads of all context parallel chunks: earlier tokens fill slots first."""
-    why, elements = "expert loads of each chunk of a sample", f"2*context_ways*{LOADS}"
+    why, elements = "expert loads of each chunk of a sample", f"2*context_degree*{LOADS}"
     counts = {LAYER_FORWARD: stream.forward_times, LAYER_RECOMPUTE: grouped_times(stream), LAYER_BACKWARD: stream.times}
     return [
         Expectation(phase, "all-gather", CONTEXT, count, elements, "int32", why=why) for phase, count in counts.items()

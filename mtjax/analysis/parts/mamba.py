@@ -257,7 +257,7 @@ def _of_states(stream: ResidualStream) -> list[Expectation]:
     arrays = (("rank_states", "states that all pieces leave"), ("rank_ssm_heads", "decays of all pieces"))
     lines = of_convolution(stream)
     for size, why in arrays:
-        lines += of_pieces(stream, _GATHERED, f"2*batch*context_ways*{size}", "float32", why)
+        lines += of_pieces(stream, _GATHERED, f"2*batch*context_degree*{size}", "float32", why)
     return lines
 
 
@@ -266,12 +266,12 @@ _GATHERED: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
 
 def of_convolution(stream: ResidualStream) -> list[Expectation]:
     """Returns the lines of the convolution's last inputs of all pieces."""
-    elements = "2*batch*context_ways*(taps - 1)*rank_channels"
+    elements = "2*batch*context_degree*(taps - 1)*rank_channels"
     lines = of_pieces(stream, _GATHERED, elements, "compute", "last inputs of the convolution of all pieces")
     if stream.across is None or not stream.across.keeps_documents_apart:
         return lines
     line = partial(Expectation, axis=CONTEXT, dtype="int32", pooled=True, hoisted=True, also=LAYER_RECOMPUTE)
-    elements, why = "2*batch*context_ways*(taps - 1)", "their document ids, the same for all layers"
+    elements, why = "2*batch*context_degree*(taps - 1)", "their document ids, the same for all layers"
     return [*lines, line(LAYER_FORWARD, "all-gather", count=f"3*{stream.times}", elements=elements, why=why)]
 
 

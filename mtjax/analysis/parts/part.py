@@ -100,7 +100,7 @@ class Product:
     is_unsaved: bool = False
     """Of an adapter: whether it is the second matmul, which is not saved with the products with weights."""
     reads_input: bool = False
-    """Whether its input is that of a layer's component, behind the norm: the gradient goes to the layers below."""
+    """Whether its input is that of a layer's component, after the norm: the gradient goes to the layers below."""
     experts: int = 0
     """Experts whose matrices share the rows of tokens (a grouped matmul); 0 for a single matrix."""
     again: bool = False
@@ -134,7 +134,7 @@ class Product:
 def unrepeated(products: Sequence[Product]) -> list[Product]:
     """Returns the matmuls that the recompute of a layer omits: the last one, experts', and those of their biases, whose
     results its backward pass does not read."""
-    # XLA removes what nobody reads: the layer's output is saved already, as the input of the next layer.
+    # XLA removes what is not read: the layer's output is saved already, as the input of the next layer.
     return [product for product in products if product.experts or product.is_output or product is products[-1]]
 
 

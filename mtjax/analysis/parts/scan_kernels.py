@@ -135,7 +135,7 @@ class ScanSizes:
 
     @property
     def of_pieces(self) -> tuple[list[float], list[float]]:
-        """Bytes of what context parallel ranks add, forward and backward: the convolution's inputs behind those of the
+        """Bytes of what context parallel ranks add, forward and backward: the convolution's inputs after those of the
         piece before, states that chunks and pieces leave, computed before the scan, and their gradients."""
         c, state = self.bytes, 4 * self.states
         once = [c * (self.shared + self.inner) + state, state, 1.5 * state, 2 * c * self.channels]

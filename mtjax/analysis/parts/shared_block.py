@@ -187,7 +187,7 @@ class Projection(Part):
         if not stream.split or stream.is_frozen:
             return []
         # In the compute dtype, as the matmul that computes them.
-        why = "gradients of the projection behind a shared block, from a rank's tokens"
+        why = "gradients of the projection after a shared block, from a rank's tokens"
         return [matrix_gradient_sums(stream, "hidden*hidden", why)]
 
 

@@ -147,7 +147,7 @@ def of_another_kind(
 
 
 def _wrong(typed: str, key: str, value: Any, kinds: Mapping[str, Kind]) -> Iterator[str]:
-    """Yields what is wrong with a value; an object's own keys stand behind a dot."""
+    """Yields what is wrong with a value; an object's own keys stand after a dot."""
     if value is None:
         return
     if key in LISTS:

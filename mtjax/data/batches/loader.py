@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grain
 import numpy as np
@@ -23,7 +23,6 @@ from mtjax.data.samples.sample import Dataset, Sample, stack
 from mtjax.errors import UserError
 
 Rows = np.ndarray | Callable[[int], np.ndarray]
-Item = TypeVar("Item")
 
 THREADS = 2
 BATCHES_AHEAD = 4
@@ -95,7 +94,7 @@ def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
 
 
 class Loader(Iterator[Sample]):
-    """Batches of this process, one per step, until the dataset has no full global batch left.
+    """Yields this process's batches, a stacked `Sample` per step, until the dataset has no full global batch left.
 
     Use as a context manager, or call `close`.
     """

@@ -53,7 +53,7 @@ class Shingles:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Spreads uint64 values so that every bit depends on all others (the finaliser of SplitMix64)."""
+    """Spreads uint64 values so that every bit depends on all others (the finalizer of SplitMix64)."""
     values = (values + MIX) & np.uint64(0xFFFFFFFFFFFFFFFF)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

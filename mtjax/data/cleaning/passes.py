@@ -68,11 +68,11 @@ class _Seen:
         return self.folder / "rows.jsonl"
 
     def signatures(self) -> np.ndarray:
-        """uint32[removed + kept, PERMUTATIONS], on disk."""
+        """Opens uint32[removed + kept, PERMUTATIONS], on disk."""
         return _mapped(self.folder / "signatures", np.dtype(np.uint32)).reshape(-1, PERMUTATIONS)
 
     def positions(self) -> np.ndarray:
-        """int64[kept, 2]: file and line of each row, on disk."""
+        """Opens int64[kept, 2]: file and line of each row, on disk."""
         return _mapped(self.folder / "positions", np.dtype(np.int64)).reshape(-1, 2)
 
 

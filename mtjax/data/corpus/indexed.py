@@ -101,7 +101,8 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens of sequence `index`, `length` of them from `offset` on (to its end when None): a read-only view."""
+        """Returns the tokens of sequence `index`, `length` of them from `offset` on (to its end when None): a read-only
+        view."""
         size = int(self.lengths[index])
         length = size - offset if length is None else length
         # numpy would read the tokens of the next sequence.
@@ -111,7 +112,7 @@ class IndexedDataset:
         return np.frombuffer(self._tokens, self.dtype, length, start)
 
     def flat(self, begin: int, end: int) -> np.ndarray:
-        """Tokens `begin` to `end` of all sequences put together: a read-only view."""
+        """Returns the tokens `begin` to `end` of all sequences put together: a read-only view."""
         if not 0 <= begin <= end <= len(self._tokens) // self.dtype.itemsize:
             raise IndexError(f"tokens {begin}..{end} of {self.num_tokens}")
         return np.frombuffer(self._tokens, self.dtype, end - begin, begin * self.dtype.itemsize)
@@ -127,11 +128,12 @@ class IndexedDataset:
         return len(self.documents) - 1
 
     def fingerprint(self) -> str:
-        """Hash of the lengths: what the order of samples depends on."""
+        """Returns a hash of the lengths: what the order of samples depends on."""
         return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
 
     def content(self) -> str:
-        """Digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the `.bin`."""
+        """Returns a digest of the lengths of all sequences, of the number of tokens, and of tokens from all over the
+        `.bin`."""
         hashed = hashlib.blake2b(f"{self.fingerprint()} {len(self._tokens)}".encode(), digest_size=16)
         # A corpus may have terabytes: a part of the tokens distinguishes one that was replaced, grown or encoded anew.
         for start in np.linspace(0, max(0, len(self._tokens) - SAMPLED), SAMPLES, dtype=np.int64):

@@ -1,4 +1,4 @@
-"""Opens text files whatever they are packed in: gzip, zstd, bz2 and xz are recognised by content, not by name.
+"""Opens text files whatever they are packed in: gzip, zstd, bz2 and xz are recognized by content, not by name.
 
 UTF-16 and UTF-32 with a byte order mark become UTF-8. Archives and formats that can't be read are refused by name, with
 what to do about them.
@@ -20,7 +20,7 @@ from mtjax.errors import UserError, require
 INPUT_BYTES = 1 << 16
 OUTPUT_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
-"""Bytes at the beginning of a file by which its format is recognised."""
+"""Bytes at the beginning of a file by which its format is recognized."""
 LONGEST_MAGIC = 6
 ZSTD_MAGIC = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 | kind]) + b"\x2a\x4d\x18" for kind in range(16)))
 """Of frames with data, and of the skippable ones that pzstd and the seekable format add."""
@@ -168,7 +168,7 @@ class _Decompressed(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
-        # What was left behind a member comes before the rest of the file.
+        # What was left after a member comes before the rest of the file.
         data = self._input or self._raw.read(INPUT_BYTES)
         self._input = b""
         if not data:
@@ -179,7 +179,7 @@ class _Decompressed(io.RawIOBase):
             raise UserError(f"{self._path} is corrupted: its {self._compression.name} data are invalid ({e})") from e
 
     def _start_next_member(self) -> None:
-        """Goes on behind the end of a member."""
+        """Goes on after the end of a member."""
         # Zeros pad a file to the blocks of a tape, or to the parts of an upload.
         left = self._decoder.unused_data.lstrip(b"\0")
         # A magic number may be cut by the border of a block.
@@ -191,7 +191,7 @@ class _Decompressed(io.RawIOBase):
         self._ended = True
         if left:
             size = len(left) + sum(len(data) for data in iter(lambda: self._raw.read(OUTPUT_BYTES), b""))
-            say(f"note    {self._path} has {size:,} bytes behind the end of its {self._compression.name} data: ignored")
+            say(f"note    {self._path} has {size:,} bytes after the end of its {self._compression.name} data: ignored")
 
 
 class _Recoded(io.RawIOBase):

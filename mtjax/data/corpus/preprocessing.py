@@ -171,6 +171,6 @@ def _report(chunk: DocumentChunk, result: EncodedChunk, on_error: str) -> None:
 
 
 def _bytes_before(spans: Sequence[DocumentSpan]) -> list[int]:
-    """Bytes before each file, and in all of them; what is not local counts as nothing."""
+    """Returns the bytes before each file, and in all of them; what is not local counts as nothing."""
     sizes = [(total_bytes(span.path) if span.end is None else span.end) - span.begin for span in spans]
     return list(accumulate((max(size, 0) for size in sizes), initial=0))

@@ -42,7 +42,7 @@ class DocumentSpan:
     Attributes:
       path: the file.
       begin: first byte; not 0 only in files that can be divided.
-      end: behind the last byte; None for the end of the file.
+      end: the byte after the last; None for the end of the file.
     """
 
     path: str
@@ -214,7 +214,7 @@ def _rows_of_span(span: DocumentSpan, file: OpenFile, start: Position, fields: T
 
 
 def _first_line_in(file: IO[bytes], begin: int) -> int:
-    """Returns the byte of the first line that begins at a byte or behind it; at a byte other than 0 the file is moved.
+    """Returns the byte of the first line that begins at a byte or after it; at a byte other than 0 the file is moved.
 
     Raises:
       EOFError: the line in front of it is too long.

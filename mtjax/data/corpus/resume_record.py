@@ -71,7 +71,7 @@ class ResumeRecord:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Another run may have deleted the file between `open` and `flock`: a lock on a file without a name
-                # keeps nobody out.
+                # excludes no other run.
                 mine = self._lock.is_file() and self._lock.stat().st_ino == os.fstat(file.fileno()).st_ino
             except BlockingIOError:
                 mine = False

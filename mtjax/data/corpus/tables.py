@@ -1,6 +1,6 @@
 """Rows of tables as JSON lines: CSV and TSV, Parquet, and Arrow IPC files, which Hugging Face's `datasets` writes.
 
-Parquet and Arrow are recognised by content. A row becomes the JSON line that the same text would be in a `.jsonl` file,
+Parquet and Arrow are recognized by content. A row becomes the JSON line that the same text would be in a `.jsonl` file,
 so what follows needs no other cases.
 """
 
@@ -80,7 +80,7 @@ def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> 
       raw: the file, at its beginning.
       size: of the file in bytes.
       begin: a byte in the file.
-      end: behind the last byte.
+      end: the byte after the last.
 
     Raises:
       UserError: the file is corrupted, or pyarrow is not installed.
@@ -239,7 +239,7 @@ def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextField
         raise UserError(f"{path}, line {reader.line_num}: {e}") from e
     except UnicodeDecodeError as e:
         raise UserError(
-            f"{path} is not UTF-8 text (byte 0x{e.object[e.start]:02x} behind line {reader.line_num}): convert it, for "
+            f"{path} is not UTF-8 text (byte 0x{e.object[e.start]:02x} after line {reader.line_num}): convert it, for "
             "example with iconv -f ENCODING -t UTF-8"
         ) from e
     finally:

@@ -91,7 +91,7 @@ class IndexedWriter:
         write_meta(partial_path(self.prefix, "meta"), meta)
 
     def finish(self, made_with: TokenizerRecord = UNKNOWN) -> None:
-        """`seal` and `publish`, for datasets that are written in one go."""
+        """Calls `seal` and `publish`, for datasets that are written in one go."""
         self.seal(made_with)
         publish(self.prefix)
 

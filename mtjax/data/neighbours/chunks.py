@@ -63,7 +63,7 @@ class ChunkDatabase:
         return np.where(chunks < 0, -1, found)
 
     def tokens(self, chunk: int, count: int = 1) -> np.ndarray:
-        """Returns the tokens of a chunk and of the `count` - 1 behind it in its document: at most `count` x `chunk`."""
+        """Returns the tokens of a chunk and of the `count` - 1 after it in its document: at most `count` x `chunk`."""
         if not 0 <= chunk < len(self):
             raise IndexError(f"chunk {chunk} of {len(self)}")
         document = int(self.documents(np.array(chunk)))
@@ -74,7 +74,7 @@ class ChunkDatabase:
         return self.corpora[corpus].get(sequence, offset, size)
 
     def padded(self, chunks: np.ndarray, count: int, eod: int, vocab_size: int) -> np.ndarray:
-        """Returns int32[..., count x chunk]: tokens of each chunk and of those behind it, and `eod` after the document.
+        """Returns int32[..., count x chunk]: tokens of each chunk and of those after it, and `eod` after the document.
 
         Args:
           chunks: numbers of chunks, of any shape; -1 is filled with `eod`.

@@ -1,7 +1,7 @@
 """Texts that are given as neighbours, and the layout of a prompt whose answer reads them: of finetuning and generation.
 
 The layout (arXiv 2310.07713 has the same, with two long chunks): ends of documents fill the prompt up in front until
-its last chunk is complete, so the answer begins with a chunk. The last chunk of the prompt and all behind it have the
+its last chunk is complete, so the answer begins with a chunk. The last chunk of the prompt and all after it have the
 passages as neighbours, the chunks before it neighbours of padding.
 """
 

@@ -29,7 +29,7 @@ class Neighbours:
     Attributes:
       header: how the file was made.
       num_neighbours: k, neighbours that are read of a chunk.
-      retrieved_chunks: chunks that are read of a neighbour: itself and those behind it.
+      retrieved_chunks: chunks that are read of a neighbour: itself and those after it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Neighbours:
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns the tokens of the neighbours of a sample: int32[chunks, k, r], r = retrieved_chunks x chunk.
 
-        Each is followed by what is behind it in its document, then by the end-of-document token.
+        Each is followed by what is after it in its document, then by the end-of-document token.
         """
         return self._database.padded(self.numbers(index), self.retrieved_chunks, self._eod, self._vocab_size)
 

@@ -19,8 +19,8 @@ CHUNK = 1 << 20
 SURPLUS = 1.005
 
 
-def normalise(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to 1.
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Divides weights so that they sum to 1.
 
     Raises:
       UserError: a weight is negative or not a number, or all are 0.
@@ -99,7 +99,7 @@ class BlendedDataset:
         if weights is None:
             _check_lengths(lengths)
             size = min(size, sum(lengths))
-        shares = normalise(lengths if weights is None else weights)
+        shares = normalize(lengths if weights is None else weights)
         self.datasets, self.size = list(datasets), size
 
         def build(_: Path | None) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Parses shares such as `969,30,1`, normalised to a sum of 1.
+    """Parses shares such as `969,30,1`, normalized to a sum of 1.
 
     Raises:
       UserError: not a number, more than three, or all of them 0.

@@ -18,7 +18,7 @@ PROBES = (
     "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \U0001f600",
     "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u65e5\u672c\u8a9e",
 )
-"""Texts whose ids distinguish normalisation, pre-tokenization and merges. Never change them: recorded digests depend on
+"""Texts whose ids distinguish normalization, pre-tokenization and merges. Never change them: recorded digests depend on
 them."""
 
 

@@ -1,7 +1,7 @@
 """Tokenizers behind one interface: text in, ids out, an end-of-document id, and the special ids of BERT and T5.
 
 `KIND:PATH` names one: `hf:PATH` (a tokenizer.json, or a Hugging Face folder), `gpt2:DIR` (encoder.json + vocab.bpe, or
-vocab.json + merges.txt), `bert:vocab.txt`, `sentencepiece:FILE`. A bare path is recognised by what it is.
+vocab.json + merges.txt), `bert:vocab.txt`, `sentencepiece:FILE`. A bare path is recognized by what it is.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ def _resolve(name: str) -> tuple[str, Path]:
         if colon and not Path(name).exists():
             known = ", ".join(KINDS)
             raise UserError(f"no kind of tokenizer is called {kind!r}{nearest(kind, KINDS)}; there are {known}")
-        kind = _recognise(path)
+        kind = _recognize(path)
     if not path.exists():
         raise UserError(f"the tokenizer {path} does not exist")
     if kind not in ("gpt2", "hf") and path.is_dir():
@@ -178,7 +178,7 @@ def _resolve(name: str) -> tuple[str, Path]:
     return kind, path
 
 
-def _recognise(path: Path) -> str:
+def _recognize(path: Path) -> str:
     if path.is_dir():
         if (path / TOKENIZER_JSON).is_file():
             return "hf"

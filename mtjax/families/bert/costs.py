@@ -30,7 +30,7 @@ def bert(model: Model) -> Anatomy:
     return Anatomy(
         model,
         embed=(*embed, *((Norm("embedding_norm", vectors, hidden),) if is_normed else ())),
-        stacks=tuple(Stack.of(stack, model, *parts, norms_outputs=is_post) for stack in stacks_of(model)),
+        stacks=tuple(Stack.of(stack, model, *parts) for stack in stacks_of(model)),
         head=(*last, *head),
     )
 

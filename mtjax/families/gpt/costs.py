@@ -24,6 +24,7 @@ from mtjax.config.sizes import (
     mlp_bias,
     mlp_size,
     norm_vectors,
+    norms_outputs,
     num_kv_heads,
     num_outputs,
     padded_vocab_size,
@@ -75,13 +76,13 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
     """Returns one stack, or several of one section in a model with dense and expert layers."""
-    tokens, norms_outputs = model.sequence_length, model.norm_placement != "pre"
+    tokens = model.sequence_length
     attention = self_attention(model, tokens, is_causal=True)
     # Dense layers come before those with experts, whose stack is the last; without experts it is the only one.
     *dense, last = stacks_of(model)
     return (
-        *(Stack.of(stack, model, attention, mlp(model, tokens), norms_outputs=norms_outputs) for stack in dense),
-        Stack.of(last, model, attention, feed_forward(model, tokens), norms_outputs=norms_outputs),
+        *(Stack.of(stack, model, attention, mlp(model, tokens)) for stack in dense),
+        Stack.of(last, model, attention, feed_forward(model, tokens)),
     )
 
 
@@ -97,7 +98,7 @@ def _predictors(model: Model) -> Predictors:
         AHEAD,
         hidden=hidden,
         parts=parts,
-        norms_outputs=model.norm_placement in ("output", "sandwich"),
+        norms_outputs=norms_outputs(model),
         parallel=model.parallel_residual,
     )
 

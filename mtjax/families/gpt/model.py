@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         return self.final_hidden(run_sections(self, batch, keys)[0].x)
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Normalizes the hidden states behind the last layer, and takes them to the width of the output table."""
+        """Normalizes the hidden states after the last layer, and takes them to the width of the output table."""
         x = x if self.final_norm is None else self.final_norm(x)
         if self.project_out is None:
             return x

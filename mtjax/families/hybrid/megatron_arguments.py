@@ -100,7 +100,7 @@ def _spread(layers: int, attention: float, mlp: float) -> str:
 
 
 def _placed(letters: list[str], letter: str, section: float) -> list[str]:
-    """Puts a letter behind every section of so many M, counted with fractions."""
+    """Puts a letter after every section of so many M, counted with fractions."""
     found, left = [], section
     for old in letters:
         # Megatron-Core's own loop, with its rounding: another rule would place some layers differently.

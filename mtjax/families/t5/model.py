@@ -72,7 +72,7 @@ class T5Stack(nnx.Module):
         return LayerContext(bias=bias, cache_positions=cache_positions)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
-        """Applies the final norm and dropout to the hidden states behind the last layer."""
+        """Applies the final norm and dropout to the hidden states after the last layer."""
         return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
 
 
@@ -145,7 +145,7 @@ class T5(WithVocabulary):
     def _embed_answer(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         """Finishes the encoder's output, and embeds the decoder's input."""
         assert before is not None
-        # The encoder's final norm is part of the decoder's embedding, so that a boundary is the same behind every
+        # The encoder's final norm is part of the decoder's embedding, so that a boundary is the same after every
         # layer.
         encoded = self.encoder.finish(before.x, keys)
         return HiddenStates(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
@@ -181,7 +181,7 @@ class T5(WithVocabulary):
         return x, self.decoder.decode_context(cache_positions, length)
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Prepares the hidden states behind the decoder's last layer for the output table."""
+        """Prepares the hidden states after the decoder's last layer for the output table."""
         return self._finish_decoder(HiddenStates(x), None)
 
     def _embed(self, tokens: Array, keys: Keys, position_ids: Array | None = None) -> Array:

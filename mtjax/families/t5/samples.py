@@ -58,7 +58,7 @@ def t5_ids(tokenizer: Tokenizer) -> T5Ids:
     sentinels = tuple(index for index in found if index is not None)
     size = tokenizer.vocab_size
     if not sentinels:
-        # Ids behind the tokenizer's: the model's vocabulary is as large as this says (`SAMPLES.vocabulary_size`).
+        # Ids after the tokenizer's: the model's vocabulary is as large as this says (`SAMPLES.vocabulary_size`).
         sentinels, size = tuple(range(size, size + SENTINELS)), size + SENTINELS
     return T5Ids(bos, eos, pad, sentinels, size)
 

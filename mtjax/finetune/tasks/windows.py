@@ -12,7 +12,7 @@ from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import Scores, mean_loss, softmax
 from mtjax.finetune.samples import Ids, LazyRows, RowFormat, Samples
-from mtjax.finetune.squad_metrics import exact_match, normalised, text_f1
+from mtjax.finetune.squad_metrics import exact_match, normalized, text_f1
 
 if TYPE_CHECKING:
     from mtjax.finetune.tasks.squad import Question
@@ -101,7 +101,7 @@ class Windows:
           UserError: `length` has no space for a passage after a question.
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
-        # [CLS], the question, and the separators behind it.
+        # [CLS], the question, and the separators after it.
         self.starts = [1 + len(self.questions[number]) + self.format.between for number, _, _ in self.windows]
         rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
@@ -231,7 +231,7 @@ class Windows:
 def _judged(text: str, right: Sequence[str]) -> tuple[float, float]:
     """Returns the best exact match and F1 over the correct answers that have words; without any, "" is correct."""
     # evaluate-v2.0.py drops answers that are articles or punctuation only.
-    with_words = [answer for answer in right if normalised(answer)] or [""]
+    with_words = [answer for answer in right if normalized(answer)] or [""]
     return max(exact_match(text, answer) for answer in with_words), max(text_f1(text, answer) for answer in with_words)
 
 

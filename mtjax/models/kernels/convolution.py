@@ -76,7 +76,7 @@ def _backward(inputs: tuple[Any, ...], gradient: Array) -> tuple[Array | None, .
     # XLA: without barriers, it would compute what each tap reads, in float32, with the recompute of a layer, and keep
     # all of it through the backward pass of the scan after the convolution.
     (mixed, gradient), taps, length = lax.optimization_barrier((mixed, gradient)), len(weights), mixed.shape[1]
-    # Computed again, as nothing but the arguments is saved.
+    # Recomputed, as only the arguments are saved.
     _, back = jax.vjp(jax.nn.silu, _total(mixed, weights, bias, before, segments))
     (own,) = back(gradient.astype(jnp.float32))
     of_seen: Any = 0.0

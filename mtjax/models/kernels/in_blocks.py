@@ -119,7 +119,7 @@ def _between(start: int, end: int, a: Array) -> Array:
 
 
 def _lengthened(a: Array, length: int) -> Array:
-    """Adds zeros behind the tokens of [batch, seq, ...]."""
+    """Adds zeros after the tokens of [batch, seq, ...]."""
     return jnp.pad(a, [(0, 0), (0, length - a.shape[1])] + [(0, 0)] * (a.ndim - 2))
 
 

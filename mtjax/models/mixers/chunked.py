@@ -28,7 +28,7 @@ class ChunkedCrossAttention(CrossAttention):
         """Attends to the encoded neighbours of the context, [samples x chunks x neighbours, tokens, embed]."""
         assert context.encoded is not None
         query, ahead = self.query(reshard_sequence(x, "seq")), self.chunk - 1
-        # What the last token of a chunk and the chunk - 1 tokens behind it read is the same: a row.
+        # What the last token of a chunk and the chunk - 1 tokens after it read is the same: a row.
         behind = jnp.pad(query[:, ahead:], ((0, 0), (0, ahead), (0, 0), (0, 0)))
         rows = split_rows(behind, query.shape[1] // self.chunk)
         key, value = (merge_rows(a, len(a) // len(rows)) for a in self.keys_and_values(context.encoded))

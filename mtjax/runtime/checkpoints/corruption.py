@@ -51,7 +51,7 @@ def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
         failure = failure_of(e, folder)
     failures = [json.loads(word) for word in all_gather_text(f"reading {name}", json.dumps(failure))]
     reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
-    # In this order: what was refused or unreadable anywhere may be a good checkpoint, so nobody may quarantine it.
+    # In this order: what was refused or unreadable anywhere may be a good checkpoint, so no process may quarantine it.
     if REFUSED in reasons:
         raise UserError(reasons[REFUSED])
     if UNREADABLE in reasons:

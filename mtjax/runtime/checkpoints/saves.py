@@ -41,11 +41,20 @@ class Saves:
         logging.getLogger("asyncio").addFilter(_has_no_exception)
         logging.getLogger("absl").addFilter(_has_no_exception)
 
-    def save(self, state: State, config: Config, consumed_samples: int, *, last: bool) -> None:
-        """Starts a save, after waiting for the previous one; waits for the `last` one of the run.
+    def save(
+        self, state: State, config: Config, consumed_samples: int, *, wait: bool = False, must_succeed: bool = False
+    ) -> None:
+        """Starts a save, after waiting for the previous one.
+
+        Args:
+          state: what is saved.
+          config: of the run.
+          consumed_samples: the position in the data.
+          wait: whether to wait until it is written.
+          must_succeed: whether its failure ends the run, as that of the final save does. It is waited for.
 
         Raises:
-          UserError: more saves in a row failed than are tolerated, or the last one did.
+          UserError: more saves in a row failed than are tolerated, or one that must succeed did.
         """
         step = int(state.step)
         self.finish()
@@ -53,7 +62,7 @@ class Saves:
         if why := _first_reason(
             "the room for a checkpoint", self._why_moved() or obstacle(self._checkpoints.folder, state)
         ):
-            self._count(step, why, last=last)
+            self._count(step, why, must_succeed=must_succeed)
             return
         try:
             self._checkpoints.save(state, config, consumed_samples)
@@ -62,13 +71,13 @@ class Saves:
         except Exception as e:
             self._checkpoints.reopen()
             # Other processes may have started the save and wait for this one: the run can't continue.
-            self._count(step, self._reason(e), last=last or num_processes() > 1)
+            self._count(step, self._reason(e), must_succeed=must_succeed or num_processes() > 1)
             return
         self._pending_step = step
-        if last:
-            self.finish(last=True)
+        if wait or must_succeed:
+            self.finish(must_succeed=must_succeed)
 
-    def finish(self, *, last: bool = False) -> None:
+    def finish(self, *, must_succeed: bool = False) -> None:
         """Waits for the save in flight.
 
         Raises:
@@ -88,7 +97,7 @@ class Saves:
             why = self._reason(e)
         if why := _first_reason("the end of a save", why):
             self._checkpoints.reopen()
-            self._count(step, why, last=last)
+            self._count(step, why, must_succeed=must_succeed)
         else:
             self._failed = 0
 
@@ -108,10 +117,10 @@ class Saves:
         reason = disk_reason(error)
         return f"{shown(self._checkpoints.folder)}: {reason}" if reason else first_line(error)
 
-    def _count(self, step: int, why: str, *, last: bool) -> None:
+    def _count(self, step: int, why: str, *, must_succeed: bool) -> None:
         """Counts a failed save; reports it, or ends the run if there were too many."""
         self._failed += 1
-        if not last and self._failed <= self._tolerated:
+        if not must_succeed and self._failed <= self._tolerated:
             self._say(
                 f"note    step {step} could not be saved ({why}); the run ends if more than {self._tolerated} saves in "
                 f"a row fail, and this was number {self._failed}"

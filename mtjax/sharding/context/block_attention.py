@@ -23,7 +23,7 @@ class QueryBlock(NamedTuple):
     """When given, tokens attend within their segment only."""
     first: Int[Array, "batch seq"] | None = None
     """When given, each token attends only to the tokens from this position on: the start of its sliding window, which
-    ends as far behind the token unless attention is causal."""
+    ends as far after the token unless attention is causal."""
     slopes: Float[Array, "batch seq heads"] | None = None
     """When given, of ALiBi's biases, float32: those of the heads, equal in all tokens."""
     mixed: Float[Array, "batch seq heads head_dim"] | None = None

@@ -196,7 +196,7 @@ def _pair(a: Array, choose: Callable[[Array, Array], tuple[Array, Array]]) -> Ar
 
 def _sum_query_pairs(is_before: Array, pairs: Array) -> Array:
     """Adds up gradients of `_query_pairs`: [2 batch, seq / 2, ...] -> [batch, seq, ...]."""
-    # Where the other rank is behind this one, the late queries are in both pairs.
+    # Where the other rank is after this one, the late queries are in both pairs.
     late, other = jnp.split(pairs, 2)
     return jnp.concatenate([jnp.where(is_before, other, 0), late + jnp.where(is_before, 0, other)], axis=1)
 

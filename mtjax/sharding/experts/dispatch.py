@@ -305,7 +305,7 @@ def _apply_forward(dispatch: _ExpertParallel, *arrays: Any) -> tuple[Array, tupl
 def _apply_backward(dispatch: _ExpertParallel, saved: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
     """Differentiates `local` by a gradient [batch, act_seq, embed]; returns those of x, gates and weights."""
 
-    # The forward pass is computed once more, inside the map, so that only the arguments of `_apply` are saved.
+    # The forward pass is recomputed inside the map, so that only the arguments of `_apply` are saved.
     def body(x: Array, gates: Array, experts: Chosen, *rest: Array) -> tuple[Array, ...]:
         *weights, gradient = rest
         run = lambda x, gates, *weights: dispatch.local(x, gates, experts, *weights)  # noqa: E731

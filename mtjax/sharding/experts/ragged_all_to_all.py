@@ -111,7 +111,7 @@ def _send(route: _Route, rows: Float[Array, "sent width"], sizes: Int[Array, "ra
     sent, received = sizes[rank], sizes[:, rank]
     # As many rows as could come: shapes are static.
     empty = varying_like(jnp.zeros((route.received, rows.shape[1]), rows.dtype), rows)
-    # The two branches pad alike, with zeros behind the received rows, so that what follows is one program.
+    # The two branches pad alike, with zeros after the received rows, so that what follows is one program.
     if _has_ragged():
         # Send offsets and sizes, then this rank's offsets in the destinations' outputs, and receive sizes.
         offsets_and_sizes = (_starts(sent), sent, _starts(sizes)[rank], received)

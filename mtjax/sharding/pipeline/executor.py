@@ -141,13 +141,13 @@ class _Run(StageWork):
         none = self._zero_losses()
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
-            """Receives a boundary, runs a chunk, adds the losses, and sends the boundary behind the chunk."""
+            """Receives a boundary, runs a chunk, adds the losses, and sends the boundary after the chunk."""
             (boundary, losses), work = carry, self._tick_work(row, carry)
             boundary, losses = self._forward_chunk(self._received(boundary, work), work, losses)
             with_head = lambda losses: _add_losses(losses, self._head_losses(boundary, work))  # noqa: E731
             is_last = self.order.when(self._is_last_chunk(work) & work.counts, boundary, losses)
             losses = cond_by_stage(is_last, with_head, lambda losses: losses, losses)
-            return (self._send(packed(self.order.behind(boundary, losses)), 1), losses), None
+            return (self._send(packed(self.order.after(boundary, losses)), 1), losses), None
 
         (_, losses), _ = lax.scan(tick, (packed(self.boundary), none), self._rows(self.table.forward))
         return losses
@@ -175,11 +175,11 @@ class _Run(StageWork):
         return jax.tree.map(joined, out, self.boundary)
 
     def _forward_chunk(self, boundary: Tree, work: TickWork, losses: Sums) -> tuple[Tree, Sums]:
-        """Runs a chunk: the boundary behind it, and losses with those of its layers."""
+        """Runs a chunk: the boundary after it, and losses with those of its layers."""
 
         def of_section(section: int, boundary: Tree, losses: Sums) -> tuple[Tree, Sums]:
             start = self._chunk_input(section, boundary, work)
-            boundary, added = self._run_chunk(section, self.order.behind(self.shards, start), start, work)
+            boundary, added = self._run_chunk(section, self.order.after(self.shards, start), start, work)
             return boundary, _add_losses(losses, added, work.counts)
 
         return self._switch_section(work, of_section, boundary, losses)
@@ -210,8 +210,8 @@ class _Run(StageWork):
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, policy, phase), carry, rows)
-        # Nothing reads the last gradient, so nothing may be ordered behind it: it would be computed for that alone.
-        return self.order.behind((carry.losses, carry.sums), carry._replace(gradient=()))
+        # Nothing reads the last gradient, so nothing may be ordered after it: it would be computed for that alone.
+        return self.order.after((carry.losses, carry.sums), carry._replace(gradient=()))
 
     # `phase` is static: consecutive ticks with the same halves are one `lax.scan`. A schedule has a warm-up of forward
     # halves alone, a steady state with both, and a cool-down of backward halves alone.
@@ -221,7 +221,7 @@ class _Run(StageWork):
         """Runs a forward and a backward half."""
         if phase.backward:
             # Sent at the start of the tick, where the forward half overlaps the permute.
-            gradient = self.order.behind(carry.gradient, carry.sums, carry.losses)
+            gradient = self.order.after(carry.gradient, carry.sums, carry.losses)
             carry = carry._replace(gradient=self._send(gradient, -1))
         if phase.forward:
             work = self._tick_work(rows[0], (carry.boundary, carry.gradient))
@@ -268,10 +268,10 @@ class _Run(StageWork):
           residuals: by slot.
 
         Returns:
-          The boundary behind the chunk, and `chunk_inputs` and `residuals` with this microbatch's in `work.slot`.
+          The boundary after the chunk, and `chunk_inputs` and `residuals` with this microbatch's in `work.slot`.
         """
         start = self._chunk_input(section, boundary, work)
-        shards = self.order.behind(self.shards, start)
+        shards = self.order.after(self.shards, start)
         # A later section keeps the boundary: in the backward half `embed` is differentiated by it, and `start`
         # recomputed from it.
         chunk_inputs = put_in_slot(chunk_inputs, work.slot, start if section == 0 else boundary)
@@ -304,7 +304,7 @@ class _Run(StageWork):
           chunk_inputs: by slot.
           residuals: by slot.
           section: of the chunk.
-          gradient: of the boundary behind the chunk, [batch, seq, embed] arrays, received from the chunk after.
+          gradient: of the boundary after the chunk, [batch, seq, embed] arrays, received from the chunk after.
           sums: gradient accumulators, float32, like `self.shards`.
           losses: of earlier microbatches.
 
@@ -315,7 +315,7 @@ class _Run(StageWork):
         # Slots of the first section hold the embedded tokens.
         start = boundary if section == 0 else self._chunk_input(section, boundary, work)
         order = self.order
-        shards = order.behind(self.shards, start, gradient)
+        shards = order.after(self.shards, start, gradient)
         linearize = self._linearize(sums, work, shards)
         (out, chunk_losses), vjp = policy.take(section, residuals, work.slot, start, linearize)
         losses = _add_losses(losses, chunk_losses, work.counts)
@@ -327,7 +327,7 @@ class _Run(StageWork):
             unchanged = lambda *values: values  # noqa: E731
             is_last = order.when(self._is_last_chunk(work) & work.counts, out, chunk_losses, vjp)
             gradient, sums, losses = cond_by_stage(is_last, head, unchanged, gradient, sums, losses)
-            vjp = order.behind(vjp, gradient, sums, losses)
+            vjp = order.after(vjp, gradient, sums, losses)
         gradients, gradient = vjp((gradient, _loss_cotangents(chunk_losses, work.counts)))
         # Gradients of the section's stacks come out with `sums` added (`_linearize`); those of other parameters that
         # its layers read are added here.
@@ -353,7 +353,7 @@ class _Run(StageWork):
         self, section: int, boundary: Tree, work: TickWork, gradient: Tree, sums: Tree
     ) -> tuple[Tree, Tree]:
         """Differentiates a section's embedding by the gradient of its result; returns the gradient of `boundary`, which
-        is behind the section before, and `sums` with the embedding's."""
+        is after the section before, and `sums` with the embedding's."""
         embed = lambda shards, boundary: self.model.embed(  # noqa: E731
             section, self._parameters(shards), boundary, work.batch
         )

@@ -14,7 +14,7 @@ class PipelineModel(LossModel, Protocol):
     """A model that pipeline stages can share: embedding, sections of layers, and head.
 
     Sections run one after the other, T5's encoder before its decoder. A *boundary* is what one stage sends to the next
-    between two layers: a tree of activations [batch, seq, embed], of the same types behind every layer.
+    between two layers: a tree of activations [batch, seq, embed], of the same types after every layer.
     """
 
     @property
@@ -27,7 +27,7 @@ class PipelineModel(LossModel, Protocol):
         ...
 
     def embed(self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree) -> Tree:
-        """Computes the input of a section's first layer, from the boundary behind the section before."""
+        """Computes the input of a section's first layer, from the boundary after the section before."""
         ...
 
     def forward_layers(
@@ -44,10 +44,10 @@ class PipelineModel(LossModel, Protocol):
           chunk: index among the stage's chunks of the section.
 
         Returns:
-          The boundary behind the chunk, and the losses and counters of its layers (routers have some).
+          The boundary after the chunk, and the losses and counters of its layers (routers have some).
         """
         ...
 
     def head_losses(self, parameters: Tree, boundary: Tree, microbatch: Tree) -> Sums:
-        """Computes the losses of the head, from the boundary behind the last section."""
+        """Computes the losses of the head, from the boundary after the last section."""
         ...

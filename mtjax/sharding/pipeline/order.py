@@ -41,7 +41,7 @@ class Order:
         # The comparison always holds, but the compiler can't know it, so the conditional waits for all of `before`.
         return holds & (self.zero(*before) == 0) if self.is_needed else holds
 
-    def behind(self, tree: Tree, *before: Tree) -> Tree:
+    def after(self, tree: Tree, *before: Tree) -> Tree:
         """Makes the floating-point arrays of `tree` depend on those of `before`."""
         return self.waiting(tree, self.zero(*before))
 

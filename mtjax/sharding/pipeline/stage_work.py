@@ -73,7 +73,7 @@ class StageWork:
     def _run_chunk(
         self, section: int, shards: Tree, start: Tree, work: TickWork, sums: Tree = None
     ) -> tuple[Tree, Sums]:
-        """Runs a chunk's layers: the boundary behind them, and the losses of their routers."""
+        """Runs a chunk's layers: the boundary after them, and the losses of their routers."""
         # The timetable numbers the chunks of all sections, the model those of each.
         chunk = work.chunk - section * self.chunks
         return self.model.forward_layers(

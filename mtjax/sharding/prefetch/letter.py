@@ -172,7 +172,7 @@ class Letter:
         """
         if self.loop.saves_gathered:
             # The gathered arrays are among the residuals: these fill their places in `of_layer`, and `regathered`
-            # leaves them out.
+            # lacks them.
             gathered = [jnp.zeros(()) for like in self.loop.communicated if isinstance(like, ShardedParam)]
         parameters = self.loop.of_layer(gathered, stacks.shards, place)
         again = self._read_again(parameters, index_layer(stacks.resident, place), shared)

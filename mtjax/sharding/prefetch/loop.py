@@ -114,7 +114,7 @@ class PrefetchLoop:
         def one(accumulator: Array, gradient: Array, like: ShardedParam | ReplicatedParam) -> Array:
             """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
             layer_spec = spec(*like.names) if isinstance(like, ShardedParam) else like.spec
-            # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
+            # XLA: an all-reduce whose result is added to an array that a loop carries is moved after the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.
             put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)

@@ -490,7 +490,7 @@ def test_bytes_behind_the_end_of_gzip_are_read_over_with_a_note(tokenizer, expec
     assert run_preprocess(tmp_path / "x.jsonl.gz", tmp_path / "out", tokenizer) == 0
     assert contents(tmp_path / "out_text_document") == expected
     assert "note    " in (error := capsys.readouterr().err)
-    assert "x.jsonl.gz has 9 bytes behind the end of its gzip data: ignored" in error
+    assert "x.jsonl.gz has 9 bytes after the end of its gzip data: ignored" in error
 
 
 def test_a_file_whose_name_alone_is_compressed_is_read_with_a_note(tokenizer, tmp_path, capsys):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax.data.cache import Cache
-from mtjax.data.samples.blend import BlendedDataset, blend_index, normalise, samples_of_each
+from mtjax.data.samples.blend import BlendedDataset, blend_index, normalize, samples_of_each
 from mtjax.errors import UserError
 
 
@@ -36,7 +36,7 @@ def test_surplus_is_megatrons():
 @given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=6), size=st.integers(1, 400))
 @settings(deadline=None, max_examples=100)
 def test_every_prefix_holds_the_shares(weights, size):
-    shares = normalise(weights)
+    shares = normalize(weights)
     dataset, sample = blend_index(shares, size)
     for d, share in enumerate(shares):
         taken = np.cumsum(dataset == d)

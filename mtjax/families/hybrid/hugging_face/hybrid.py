@@ -151,7 +151,7 @@ MAMBA2 = decoder(
 
 
 def _pairs(mixers: str, feed_forward: str) -> str:
-    """Returns the pattern of layers that have a mixer each, and an MLP or experts behind it."""
+    """Returns the pattern of layers that have a mixer each, and an MLP or experts after it."""
     return shortened_pattern("".join(mixer + feed_forward for mixer in mixers))
 
 

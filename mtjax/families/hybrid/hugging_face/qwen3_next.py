@@ -1,4 +1,4 @@
-"""transformers' `qwen3_next`: gated delta nets and gated attention, each with experts or an MLP behind it."""
+"""transformers' `qwen3_next`: gated delta nets and gated attention, each with experts or an MLP after it."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -21,7 +21,7 @@ from mtjax.families.hybrid.hugging_face.hybrid_rows import mamba_rows
 HYBRID, PLAIN = "hybrid", ("linear_attention", "mamba")
 """transformers' kinds of layers: with a shared block; without one, by its names in versions 5 and 4."""
 DEFAULT = (1, 6, 6, 6, 6, 6, 6, 6, 5, 4, 2)
-"""Layers up to each with a shared block, and behind the last, of a config.json that does not list them: 2.7B's."""
+"""Layers up to each with a shared block, and after the last, of a config.json that does not list them: 2.7B's."""
 
 
 def _read_pattern(values: Json) -> Settings:
