@@ -102,7 +102,7 @@ def test_texts_depend_neither_on_the_mesh_nor_on_the_batch(family: str) -> None:
     assert again[0] == alone[1] != again[1]
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.exhaustive), "llama"])
 def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
     """Compares each token's log-probability with that of the same tokens as a prompt, in other chunks."""
     engine = engine_of(family, "2x4")

@@ -167,7 +167,7 @@ def test_prompts_that_are_scored_or_counted() -> None:
     ("pattern", "mesh"),
     [
         ("M*", "1x2"),
-        pytest.param("G*", "1x4", marks=pytest.mark.long),  # two groups on four ranks
+        pytest.param("G*", "1x4", marks=pytest.mark.exhaustive),  # two groups on four ranks
         pytest.param("HM", "2x2", marks=pytest.mark.exhaustive),
         pytest.param("MZz", "1x2", marks=pytest.mark.long),
     ],

@@ -261,7 +261,9 @@ def test_blocks_of_causal_attention_leave_out_the_keys_behind_their_span_on_h100
     [
         pytest.param({"attention": "cudnn", "reset_attention_mask": True}, "cudnn", marks=needs_cudnn),
         pytest.param({"attention": "cudnn", "attention_window": 16, "window_layers": "SF"}, "cudnn", marks=needs_cudnn),
-        pytest.param({"attention": "cudnn", "head_dim": 256}, "cudnn", marks=needs_cudnn),
+        pytest.param(
+            {"attention": "cudnn", "head_dim": 256}, "cudnn", marks=[needs_cudnn, pytest.mark.exhaustive]
+        ),  # of the cases above in everything but the size
         ({"attention": "blocks", "reset_attention_mask": True, "attention_window": 16}, "blocks"),
         (
             {"attention": "pallas", "family": "llama", "num_kv_heads": 2, "reset_attention_mask": True}

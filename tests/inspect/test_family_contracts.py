@@ -131,12 +131,9 @@ H100 = {
     for zero, split in layouts
 }
 """What is not a GPT's with each ZeRO, and with whole and with split sequences; pre-LN BERT's layers are a GPT's."""
-COVERING = (
-    "ModernBERT, split sequences, ZeRO-1",
-    "post-LN, split sequences, ZeRO-0",
-)
-"""Presets with one sample a microbatch (tests/inspect/test_presets.py) have the other ZeROs; BERT's and T5's are
-compiled in `make test-layouts` alone."""
+COVERING = ("ModernBERT, split sequences, ZeRO-1",)
+"""Post-norms are in a row of tests/inspect/test_settings.py, and presets with one sample a microbatch in
+tests/inspect/test_presets.py; the other cases are compiled in `make test-layouts` alone."""
 
 
 @cache

@@ -63,7 +63,7 @@ TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
             {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "tensorwise", "num_layers": 6, **TWO_ENDS},
             1,
             id="layers in 16 bits, ZeRO-3",
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
@@ -110,6 +110,7 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
             {"unroll_layers": True, "recompute": "none", "mesh": "8x1", "zero": 3, "microbatch_size": 1},
             12 * 3,
             id="unrolled, ZeRO-3",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

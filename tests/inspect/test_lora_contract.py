@@ -67,7 +67,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2,
         {"sequence_parallel": True, "zero": 1, "shared_expert_size": 32, "shared_expert_gate": True},
         pytest.param(
             {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
         *(
             pytest.param(settings, marks=pytest.mark.exhaustive)

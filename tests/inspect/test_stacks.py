@@ -37,9 +37,14 @@ def report_with_zero_3() -> Report:
     return inspect(tiny(**SPLIT | {"global_batch_size": 4}, recompute="full", zero=3), find_target("h100x8"))
 
 
+@cache
+def report_with_zero_2() -> Report:
+    return inspect(tiny(**SPLIT, recompute="selective", zero=2), find_target("h100x8"))
+
+
 @needs_aot
 def test_no_stack_of_queries_keys_and_values_is_turned() -> None:
-    report = inspect(tiny(**SPLIT, recompute="selective", zero=2), find_target("h100x8"))
+    report = report_with_zero_2()
     size = (LAYERS - 1) * 2 * 64 * 3 * 64 // 4  # the last layer is outside the loop
     assert any(a.elements == size and "update_slice" in i.name for i in executed(report) for a in i.arrays)
     assert [i.name for i in executed(report) for a in i.arrays if a.elements == size and "transpose" in i.name] == []
@@ -55,9 +60,8 @@ def test_zeros1_parts_of_gradients_do_not_wait_from_the_beginning() -> None:
 @needs_aot
 def test_stacks_that_zero_gathers_once_are_laid_out_as_they_are_read() -> None:
     """In the compute type, once; an MLP's second matrix is split along an inner dimension, as gathers don't lay out."""
-    report = inspect(tiny(**SPLIT, recompute="full", zero=2), find_target("h100x8"))
     size = LAYERS * 64 * 4 * 64 // 4
-    made = [(i.name, a.dtype) for i in executed(report) for a in i.arrays if a.elements == size]
+    made = [(i.name, a.dtype) for i in executed(report_with_zero_2()) for a in i.arrays if a.elements == size]
     assert {dtype for name, dtype in made if "update_slice" in name} == {"bf16"}
     assert [name for name, _ in made if "copy" in name or "transpose" in name] == []
 

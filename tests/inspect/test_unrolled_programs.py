@@ -7,6 +7,7 @@ import pytest
 
 from mtjax.inspect.compiled import compile_step
 from mtjax.inspect.hlo import Computation
+from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
 
@@ -74,7 +75,11 @@ def test_the_norm_of_gradients_reads_each_layers_array() -> None:
 def test_gradients_in_8_bits_wait_for_those_of_the_matrices_above() -> None:
     """Else XLA computes those of many matrices at the end, and holds the activations and gradients of all layers."""
     fields = {"mesh": "8x1", "zero": 1, "microbatch_size": 1, "num_layers": LAYERS, "fp8": "delayed"}
-    entry, kinds = unrolled_program(**fields, recompute="none")
+    report = inspect(tiny(**fields, recompute="none", unroll_layers=True), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.float8 is not None and (report.float8.found, report.float8.expected) == (12 * LAYERS,) * 2
+    entry = report.step.module.entry
+    kinds = products_of(entry)
     back = [name for name, kind in kinds.items() if kind == "backward"]
     each, above = len(back) // LAYERS, [sum(kinds.get(n) == "backward" for n in needs(entry, name)) for name in back]
     assert each >= 8

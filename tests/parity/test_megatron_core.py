@@ -5,7 +5,6 @@ Where there is neither Apex nor Transformer Engine, its local layers compute, an
 """
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -75,8 +74,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CORPORA:
         write_corpus(folder / "ours" / name)
     command = [sys.executable, "-O", "-W", "ignore", "-m", "tests.parity.megatron_core", str(folder)]
-    threads = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, cwd=ROOT, env=threads, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

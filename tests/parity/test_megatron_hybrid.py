@@ -1,6 +1,5 @@
 """Hybrid models of megatron-core: every tensor of any degrees, logits, and what it loads of ours."""
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -27,10 +26,9 @@ pytestmark = [
 
 def run_megatron(mode: str, folder: Path) -> None:
     program = "tests.parity.megatron_core.hybrid"
-    command = [sys.executable, "-W", "ignore", "-m", program, mode, folder.name, str(folder)]
-    threads = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-W", "ignore", "-m", program, mode, str(folder)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=threads, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -39,14 +37,20 @@ def convert(source: str, target: str, *options: str) -> None:
     assert main(["--from", source, "--to", target, *padded, *options]) == 0
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Their checkpoints of a model, and ours of the one with a single rank."""
-    folder = tmp_path_factory.mktemp("megatron") / request.param
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their checkpoints of both models, by one start of theirs, and ours of those with a single rank."""
+    folder = tmp_path_factory.mktemp("megatron")
     run_megatron("save", folder)
-    convert(f"megatron:{folder / '1x1x1'}", f"mtjax:{folder / 'ours'}")
+    for name in HYBRIDS:
+        convert(f"megatron:{folder / name / '1x1x1'}", f"mtjax:{folder / name / 'ours'}")
     return folder
+
+
+@pytest.fixture(params=HYBRIDS)
+def theirs(request: pytest.FixtureRequest, saved: Path) -> Path:
+    """The checkpoints of a model."""
+    return saved / request.param
 
 
 def test_their_logits_are_ours(theirs: Path) -> None:
@@ -91,9 +95,11 @@ def test_any_split_of_theirs_is_the_same_model(name: str, theirs: Path, tmp_path
 
 
 @pytest.mark.long
-def test_ours_are_loaded_strictly(theirs: Path) -> None:
-    convert(f"mtjax:{theirs / 'ours'}", f"megatron:{theirs / 'written'}", "--ckpt-format", "torch_dist")
-    run_megatron("load", theirs)
+def test_ours_are_loaded_strictly(saved: Path) -> None:
+    for name in HYBRIDS:
+        ours, written = saved / name / "ours", saved / name / "written"
+        convert(f"mtjax:{ours}", f"megatron:{written}", "--ckpt-format", "torch_dist")
+    run_megatron("load", saved)
 
 
 def test_layers_by_their_shares_are_where_megatron_puts_them() -> None:

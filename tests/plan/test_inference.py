@@ -76,7 +76,7 @@ COMPILED = [
     pytest.param("h100x8 fp8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 cache", "gpt2-355m", 64, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int4", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
-    pytest.param("h100x8", "llama2-70b", 32, 4096, {"mesh": "1x8"}, marks=pytest.mark.aot),
+    pytest.param("h100x8", "llama2-70b", 32, 4096, {"mesh": "1x8"}, marks=[pytest.mark.aot, pytest.mark.exhaustive]),
 ]
 
 

@@ -86,7 +86,7 @@ def of_one_sample() -> list[Any]:
         pytest.param("2x2x2", {"zero": 2, "microbatch_size": 1}, 1, marks=pytest.mark.long),
         pytest.param("4x2", {"zero": 1, "microbatch_size": None}, 2, marks=pytest.mark.exhaustive),
         pytest.param("2x4", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, 2, marks=pytest.mark.long),
-        pytest.param("2x2x2", {"zero": 0, "microbatch_size": 1}, 4, marks=pytest.mark.long),
+        pytest.param("2x2x2", {"zero": 0, "microbatch_size": 1}, 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_gradients_are_within_two_roundings_whatever_the_layout(mesh, settings, at_once):

@@ -128,9 +128,10 @@ def test_losses_and_gradients_are_those_of_one_device(mesh, model, settings, mon
     assert_same(program, program_of("1x1", **model))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_state_goes_on_without_context():
-    """Two steps on ranks that share samples, and two more on one device, as if all four were there."""
+    """Two steps on ranks that share samples, and two more on one device, as if all four were there: that the states
+    after a step are alike is in each case above."""
     program, alone = program_of("data=1,context=2,model=1", recompute="full", zero=1), program_of("1x1")
     state, _ = run_steps(program, 2)
     moved = jax.tree.map(lambda a, like: jax.device_put(np.asarray(a), like.sharding), state, alone.abstract_state)

@@ -135,7 +135,7 @@ PADDING: list[Any] = [
         "data=1,context=2,expert=2,model=2",
         CAPACITY | PADDED | PLAIN,
         {"sequence_parallel": True, "zero": 2, "recompute": "full", "microbatch_size": 2},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=2",

@@ -55,7 +55,7 @@ CASES = [
     pytest.param("4x1", "optimizer", {"zero": 3, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     pytest.param("2x2", "optimizer", {"zero": 1}, marks=EXHAUSTIVE),
     pytest.param("2x2", BOTH, {"zero": 1, "microbatch_size": 2}, marks=EXHAUSTIVE),
-    pytest.param("2x2", BOTH, {"zero": 2, "microbatch_size": 2, "recompute": "full"}, marks=LONG),
+    pytest.param("2x2", BOTH, {"zero": 2, "microbatch_size": 2, "recompute": "full"}, marks=EXHAUSTIVE),
     pytest.param(
         "1x2", BOTH, {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=pytest.mark.exhaustive
     ),
@@ -161,7 +161,7 @@ def test_the_copies_change_no_bit(mesh: str, settings: dict[str, Any]) -> None:
         np.testing.assert_allclose(array, plain[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["optimizer", pytest.param(BOTH, marks=LONG)])
+@pytest.mark.parametrize("kind", ["optimizer", pytest.param(BOTH, marks=EXHAUSTIVE)])
 def test_a_skipped_step_moves_no_offloaded_state(kind: str) -> None:
     program = program_of("4x1", **{**SETTINGS, "offload": kind, "zero": 3, "microbatch_size": 1})
     state = initial_state(program)

@@ -96,7 +96,7 @@ CASES = [
     ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),
     pytest.param("muon", "data=2,shard=2,model=2", {"zero": 1}, marks=pytest.mark.long),
     pytest.param("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}, marks=pytest.mark.long),
-    pytest.param("adafactor", "1x2", {"hidden_size": 128}, marks=pytest.mark.long),
+    pytest.param("adafactor", "1x2", {"hidden_size": 128}, marks=pytest.mark.exhaustive),
     pytest.param("adafactor", "2x2", {"zero": 1, "hidden_size": 128}, marks=pytest.mark.long),
     pytest.param("lion", "2x2", {"zero": 3}, marks=pytest.mark.long),
     ("sgd", "2x1x2", {"zero": 1}),

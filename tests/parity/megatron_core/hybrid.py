@@ -1,6 +1,6 @@
 """Megatron-Core's hybrid model, with layers in torch for those of Transformer Engine, mamba-ssm and causal-conv1d.
 
-`python -m tests.parity.megatron_core.hybrid MODE NAME FOLDER`, in a process of its own. `save` writes the model for
+`python -m tests.parity.megatron_core.hybrid MODE FOLDER`, in a process of its own. `save` writes each model for
 several degrees in the format torch, in the format torch_dist, and its logits; `load` loads strictly, in `written`, what
 mtjax wrote in the format torch_dist, and compares every tensor.
 """
@@ -195,31 +195,15 @@ def shaken(a: dict[str, Any]) -> Any:
     return model
 
 
-def main(mode: str, name: str, folder: Path) -> None:
-    """See the module."""
-    a = HYBRIDS[name]
+def save_all(a: dict[str, Any], folder: Path) -> None:
+    """Writes a model's logits, its distributed checkpoint and the files of every split."""
     with world(), torch.no_grad():
         model = shaken(a)
-        if mode == "load":
-            again = build(a)
-            found: Any = dist_checkpointing.load(
-                {"model": again.sharded_state_dict()}, str(folder / "written/release"), strict="return_all"
-            )
-            loaded, missing, unexpected = found
-            # Transformer Engine's norms and attention have a state.
-            unread = {key for key in (*missing, *unexpected) if not re.search("norm._extra|attention._extra", key)}
-            assert not unread, unread
-            again.load_state_dict(loaded["model"])
-            for tensor, value in model.state_dict().items():
-                if torch.is_tensor(value):
-                    rows = VOCAB - 6 if tensor in ("embedding.word_embeddings.weight", "output_layer.weight") else None
-                    assert torch.equal(again.state_dict()[tensor][:rows], value[:rows]), tensor
-            return
         tokens = np.random.default_rng(1).integers(0, VOCAB - 6, (2, 25))
+        target = folder / "distributed"
+        target.mkdir(parents=True)
         np.savez(folder / "logits.npz", tokens=tokens, logits=logits_of(model, tokens).numpy())
         whole = sharded(model)
-        target = folder / "distributed"
-        target.mkdir()
         args = argparse.Namespace(**a, layernorm_epsilon=a["norm_epsilon"])
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
         dist_checkpointing.save(common | {"model": model.sharded_state_dict()}, str(target))
@@ -231,5 +215,29 @@ def main(mode: str, name: str, folder: Path) -> None:
                 save(part, a, folder / "x".join(map(str, split)), split)
 
 
+def load(a: dict[str, Any], folder: Path) -> None:
+    """Loads what mtjax wrote strictly, and compares with the model; the padding of the vocabulary may differ."""
+    with world(), torch.no_grad():
+        model, again = shaken(a), build(a)
+        found: Any = dist_checkpointing.load(
+            {"model": again.sharded_state_dict()}, str(folder / "written/release"), strict="return_all"
+        )
+        loaded, missing, unexpected = found
+        # Transformer Engine's norms and attention have a state.
+        unread = {key for key in (*missing, *unexpected) if not re.search("norm._extra|attention._extra", key)}
+        assert not unread, unread
+        again.load_state_dict(loaded["model"])
+        for tensor, value in model.state_dict().items():
+            if torch.is_tensor(value):
+                rows = VOCAB - 6 if tensor in ("embedding.word_embeddings.weight", "output_layer.weight") else None
+                assert torch.equal(again.state_dict()[tensor][:rows], value[:rows]), tensor
+
+
+def main(mode: str, folder: Path) -> None:
+    """See the module."""
+    for name, a in HYBRIDS.items():
+        {"save": save_all, "load": load}[mode](a, folder / name)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]))
