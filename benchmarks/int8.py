@@ -27,7 +27,7 @@ KINDS = {
 def perplexity(source: str, text: str, windows: int, length: int, dtype: str, storage: Storage) -> tuple[float, int]:
     model = load_model(source, "1x1", dtype)
     ids = model.tokenizer.encode(detokenized(text))
-    engine = Engine(GenerationPrograms(model.placed, model.parameters, storage=storage), 1)
+    engine = Engine(GenerationPrograms(model.sharded_model, model.parameters, storage=storage), 1)
     tokens_of_windows: list[Token] = []
     for start in range(0, windows * length, length):
         window = tuple(ids[start : start + length])
