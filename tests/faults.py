@@ -1166,8 +1166,8 @@ FAULTS = (
     ),
     Fault(
         "train: a skipped step moves the optimizer's state",
-        "return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))",
-        "return jax.tree.map(partial(jnp.where, finite), updated, trainable), optimizer",
+        "return jax.tree.map(partial(jnp.where, applies), (updated, optimizer), (trainable, state.optimizer))",
+        "return jax.tree.map(partial(jnp.where, applies), updated, trainable), optimizer",
         "train",
         "test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other[float32]",
     ),

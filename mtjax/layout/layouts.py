@@ -35,7 +35,7 @@ def zero_axes(axes: Axes) -> Axes:
 NOT_SHARDED = -1
 """In place of a dimension: ZeRO shards none."""
 LARGEST_SCORES = "largest_scores"
-"""Name of what attention scores are observed by: zeros whose gradient is the largest score of each head."""
+"""Name of a parameter of zeros whose gradient is the largest attention score of each head."""
 
 LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""

@@ -33,9 +33,9 @@ Keys = Key[Array, " batch"] | None
 Microbatch = tuple[Batch, Batch, Keys]
 """A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
 LOSS_WEIGHTS = "loss_weights"
-"""Weights of a batch's losses, with which a decoder sums them at once."""
+"""Name of the weights of a decoder's loss, in a batch whose loss and gradient are computed in one pass."""
 EMBEDDING_SITE = 2**31 - 1
-"""Dropout site of the embeddings, distinct from every layer's number."""
+"""Dropout site of the embeddings, distinct from every layer's number: both are folded into the sample's key."""
 
 
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:

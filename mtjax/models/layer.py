@@ -110,7 +110,8 @@ class Layer(nnx.Module):
         """Adds a mixer's output to the residual stream, with its dropout and scale."""
         keys, positions = context.dropout_keys, context.positions
         output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
-        # A factor of 1 would be one more operation of the program.
+        # A factor of 1 would be one more operation of the program. Others are rounded to the compute type, which those
+        # of `scaled` are not.
         return x + (output if self.scale == 1 else output * self.scale)
 
 

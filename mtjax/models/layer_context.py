@@ -67,8 +67,8 @@ class LayerContext:
 
 
 State = Any
-"""A tree of arrays that a mixer reads and returns besides hidden states, such as a KV cache; None where there is none,
-as in training."""
+"""A tree of arrays that a mixer reads or returns besides hidden states: a KV cache in generation, a router's report in
+training; else None."""
 
 
 # A protocol, not a base class: attributes and parameters of a mixer are its own, and so are their names in checkpoints.

@@ -1,4 +1,4 @@
-"""The operations of a layer beside its products (`mtjax.models.project`): linear layers, norms, activations, dropout.
+"""Operations of a layer other than its products (`mtjax.models.project`): linear layers, norms, activations, dropout.
 
 Parameters are float32 and carry the names of their dimensions (`nnx.Param(value, axes=names)`); operations return the
 type of their input, and dropout masks depend on the sample alone, so that they are the same on every mesh.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def scaled(x: Array, factor: float | np.ndarray) -> Array:
-    """Multiplies by a factor, or by one for each element, in float32: a factor has no rounding of its own."""
+    """Multiplies by a factor, or by one for each element, in float32: the factor is not rounded."""
     if isinstance(factor, float) and factor == 1:
         return x
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
@@ -130,8 +130,8 @@ class LayerNorm(nnx.Module):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm(epsilon: float, x: Array, scale: Array) -> Array:
     """Normalizes x [..., embed] and multiplies it by scale [embed]: float32."""
-    normal, _ = _normal(x, *_statistics(epsilon, x))
-    return normal * scale
+    normalized, _ = _normalize(x, *_statistics(epsilon, x))
+    return normalized * scale
 
 
 def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -147,11 +147,11 @@ def _layer_norm_backward(epsilon: float, saved: tuple[Array, Array], gradient: A
     x, scale = saved
     # XLA: without the barrier, the statistics are fused into the kernel of the terms of the scale's gradient, which are
     # then written out in float32. With it, that sum is computed while x and the gradient are read.
-    normal, rate = _normal(x, *jax.lax.optimization_barrier(_statistics(epsilon, x)))
+    normalized, rate = _normalize(x, *jax.lax.optimization_barrier(_statistics(epsilon, x)))
     d_x = gradient * scale
-    d_x = d_x - normal * (d_x * normal).mean(-1, keepdims=True)
+    d_x = d_x - normalized * (d_x * normalized).mean(-1, keepdims=True)
     d_x = d_x - d_x.mean(-1, keepdims=True)
-    return (d_x * rate).astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
+    return (d_x * rate).astype(x.dtype), (gradient * normalized).sum(range(x.ndim - 1))
 
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
@@ -165,9 +165,9 @@ def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
     return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
 
 
-def _normal(x: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
+def _normalize(x: Array, mean: Array, variance_plus_epsilon: Array) -> tuple[Array, Array]:
     """Normalizes x; returns it with the reciprocal standard deviation by which it was multiplied."""
-    rate = jax.lax.rsqrt(variance)
+    rate = jax.lax.rsqrt(variance_plus_epsilon)
     return (x.astype(jnp.float32) - mean) * rate, rate
 
 
@@ -253,12 +253,12 @@ def dropout(
     """
     if keys is None or rate == 0:
         return x
-    drawn = _halves(x, keys, site, names, positions)
+    drawn = _draw_16_bits(x, keys, site, names, positions)
     keep = checkpoint_name(drawn >= jnp.uint32(keep_threshold(rate)), saved_as)
     return where(keep, x / keep_share(rate), 0.0).astype(x.dtype)
 
 
-def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
+def _draw_16_bits(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
     """Draws a random number of 16 bits for each element of x, uint32 in its shape."""
     from mtjax.models.threefry import random_halves
 

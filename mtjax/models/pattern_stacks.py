@@ -77,8 +77,8 @@ class PatternStacks:
     def _can_prefetch(self) -> bool:
         """Whether a stack has communication to overlap, and every layer saves the same, each in its turn."""
         stacks = self.stacks.values()
-        is_uniform = all(stack.recompute.is_uniform for stack in stacks)
-        return is_uniform and any(can_prefetch(split_accumulators(stack.layers)[0], 1) for stack in stacks)
+        saves_alike = all(stack.recompute.has_one_loop for stack in stacks)
+        return saves_alike and any(can_prefetch(split_accumulators(stack.layers)[0], 1) for stack in stacks)
 
     def _run_with_prefetch(self, letters: str, x: Residual, context: LayerContext) -> tuple[Residual, State]:
         """Runs all layers, in loops over layers of several letters."""

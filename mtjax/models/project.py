@@ -102,7 +102,7 @@ def _is_stored(weight: Any) -> bool:
 
 
 def letters_of(*dimensions: int) -> tuple[str, ...]:
-    """Returns einsum's letters of groups of so many dimensions."""
+    """Returns disjoint einsum letters for groups of so many dimensions."""
     letters = iter(string.ascii_lowercase)
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
 

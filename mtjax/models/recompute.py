@@ -29,7 +29,7 @@ from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_
 from mtjax.sharding.zero import gather_upfront
 
 SAVED = "saved"
-"""What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
+"""What layers save unless recompute is full: products with weights; also what is as cheap to keep, such as
 rotated queries and keys, and RMSNorm's factors."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
@@ -72,7 +72,7 @@ class Loop(NamedTuple):
     variant: Callable[[Any], Any]
     """Wraps a layer function so that it is traced in another way; most return it."""
 
-    def saved(self, run: Any) -> Any:
+    def wrap(self, run: Any) -> Any:
         """Returns a layer function as this loop runs it."""
         return self.saving(self.variant(run))
 
@@ -99,8 +99,8 @@ class Recompute:
         return self.num_layers if self.kind == "full" and self.method == "uniform" else 1
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all layers save the same, each in its turn: one loop."""
+    def has_one_loop(self) -> bool:
+        """Whether all layers save the same, each in its turn."""
         is_plain = self.kind != "full" or (self.method == "uniform" and self.group == 1 and not self.offload)
         return is_plain and not any(self.unquantized)
 
@@ -112,11 +112,11 @@ class Recompute:
 
 
 def loop_over_layers(
-    run: RunLayer, inputs: LayerInputs, recompute: Recompute, first: Array | None = None
+    run: RunLayer, inputs: LayerInputs, recompute: Recompute, offset: Array | None = None
 ) -> LoopOverLayers:
     """Chooses the loop that suits the parameters of the layers, [layers, ...], and the recompute policy.
 
-    `first` is the index of the first layer to run, where the stack of parameters holds more; None where it holds just
+    `offset` is the index of the first layer to run, where the stack of parameters holds more; None where it holds just
     these.
     """
     layers, numbers, states = inputs
@@ -131,7 +131,7 @@ def loop_over_layers(
     layers, sums = split_accumulators(layers)
     # Communication that can be overlapped with computation: a loop with prefetch, which runs a stack from its first to
     # its last layer, without states, and saves inputs on the device.
-    prevents_prefetch = first is not None or states is not None or recompute.offload
+    prevents_prefetch = offset is not None or states is not None or recompute.offload
     has_one_policy = len(loops) == 1 or any(recompute.unquantized)
     if has_one_policy and recompute.group == 1 and not prevents_prefetch and can_prefetch(layers):
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
@@ -143,16 +143,17 @@ def loop_over_layers(
     if recompute.group > 1:
         from mtjax.models.recompute_methods import scan_groups
 
-        return partial(scan_groups, run, recompute.group, stack, loops, sums, first)
+        return partial(scan_groups, run, recompute.group, stack, loops, sums, offset)
     # Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run.
-    if len(loops) > 1 or sums is not None or first is not None:
-        return partial(scan_accumulating, run, stack, loops, sums, first)
-    return partial(lax.scan, loops[0].saved(run), xs=stack)
+    if len(loops) > 1 or sums is not None or offset is not None:
+        return partial(scan_accumulating, run, stack, loops, sums, offset)
+    return partial(lax.scan, loops[0].wrap(run), xs=stack)
 
 
 def can_prefetch(layers: Layers, fewest: int = FEWEST_PREFETCHED) -> bool:
     """Returns whether a stack has communication to overlap, and enough layers for a loop."""
     found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    # XLA: outside the manual region its partitioner inserts the collectives, and nothing is differentiated.
     is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
     return is_manual and len(jax.tree.leaves(found[0])[0]) >= fewest
 
@@ -168,7 +169,7 @@ def loops_of(count: int, recompute: Recompute) -> list[Loop]:
     Raises:
       UserError: the layers are not a multiple of the group.
     """
-    if recompute.is_uniform:
+    if recompute.has_one_loop:
         saving = save_input if recompute.kind == "full" else partial(save_products, kind=recompute.kind)
         return [Loop(saving, count, as_it_is)]
     from mtjax.models.recompute_methods import loops_by_method
@@ -211,10 +212,10 @@ def scan_accumulating(
     sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
     for loop in loops:
-        saved, count = loop.saved(iteration), loop.times
+        wrapped, count = loop.wrap(iteration), loop.times
         indices = jnp.arange(first, first + count) + (0 if offset is None else offset)
         inputs = (indices, *jax.tree.map(lambda a, s=slice(first, first + count): a[s], scanned))
-        (x, carried), state = lax.scan(saved, (x, carried), inputs)
+        (x, carried), state = lax.scan(wrapped, (x, carried), inputs)
         states.append(state)
         first += count
     return seed_cotangents(sums, x, carried), jax.tree.map(lambda *of_loops: jnp.concatenate(of_loops), *states)

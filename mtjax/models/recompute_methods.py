@@ -87,7 +87,7 @@ def scan_groups(
     stack: LayerInputs,
     loops: list[Loop],
     sums: list[Array] | None,
-    first: Array | None,
+    offset: Array | None,
     x: Array,
 ) -> tuple[Array, States]:
     """Scans over groups of layers that are recomputed from one input; arguments otherwise as of `scan_accumulating`."""
@@ -95,10 +95,10 @@ def scan_groups(
     # [layers / group, group, ...]
     stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
     of_group = partial(_run_group, run)
-    if len(loops) > 1 or sums is not None or first is not None:
-        x, states = scan_accumulating(of_group, stack, loops, sums, first, x)
+    if len(loops) > 1 or sums is not None or offset is not None:
+        x, states = scan_accumulating(of_group, stack, loops, sums, offset, x)
     else:
-        x, states = lax.scan(loops[0].saved(of_group), x, stack)
+        x, states = lax.scan(loops[0].wrap(of_group), x, stack)
     return x, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
 
 

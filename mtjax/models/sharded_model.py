@@ -45,13 +45,13 @@ number in the run, from which its dropout keys derive."""
 
 
 class ShardedModel:
-    """A config's model on a mesh: abstract until a method is called.
+    """A config's model on a mesh: shapes and shardings, and functions of arrays; it holds no arrays.
 
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
     type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
-    requested one; None otherwise. `sections` names the stacks of layers in their order. With
-    `trains`, parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config
-    says so; without it, only ZeRO-3 shards them.
+    requested one; None otherwise. `sections` names the stacks of layers in their order. With `trains`, parameters are
+    sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config says so; without it, only
+    ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.
@@ -61,11 +61,11 @@ class ShardedModel:
         """Traces the model's shapes, and derives shardings."""
         self.mesh, self.mesh_shape, self.trains = mesh, MeshShape(**mesh.shape), trains
         kernel, self.attention_fallback = self._choose_kernel(config)
-        chosen = replace(config, attention=kernel, mesh=str(self.mesh_shape))
         check_config(config, self.mesh_shape)
-        plan = Plan.of(chosen, self.mesh_shape)
+        config = replace(config, attention=kernel, mesh=str(self.mesh_shape))
+        plan = Plan.of(config, self.mesh_shape)
         on_gpus = mesh.devices.flat[0].platform != "cpu"
-        self.config = replace(chosen, unroll_layers=plan.unrolls(chosen, on_gpus=on_gpus))
+        self.config = config = replace(config, unroll_layers=plan.unrolls(config, on_gpus=on_gpus))
         layout = layout or plan.layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.mesh_shape.axes))
         self.family = model_class(config)
@@ -76,10 +76,10 @@ class ShardedModel:
         # Parameters are pure dicts of arrays everywhere; `model` merges them with this graph.
         self._graph, self._template = nnx.split(model)
         self.axes = logical_axes(self._template)
-        self.abstract_parameters = nnx.to_pure_dict(self._template)
+        shapes = nnx.to_pure_dict(self._template)
         self.records = param_specs(
             self.axes,
-            self.abstract_parameters,
+            shapes,
             self.layout,
             self.mesh_shape,
             compute_dtype=config.training.compute_dtype,
@@ -88,7 +88,7 @@ class ShardedModel:
             master_dtype=config.optimizer.master_dtype,
         )
         stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
-        self.abstract_parameters = jax.tree.map(stored, self.abstract_parameters, self.records)
+        self.abstract_parameters = jax.tree.map(stored, shapes, self.records)
         self.bind_records()
 
     def bind_records(self) -> None:
@@ -130,7 +130,7 @@ class ShardedModel:
 
     def model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with these parameters."""
-        state = jax.tree.map(lambda v: v, self._template)
+        state = jax.tree.map(lambda v: v, self._template)  # a copy, as `replace_by_pure_dict` changes it
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 

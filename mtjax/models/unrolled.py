@@ -45,7 +45,7 @@ def run_unrolled(run: RunLayer, recompute: Recompute, inputs: LayerInputs, x: Ar
             variants = [variant for loop in loops for variant in [loop.variant(run)] * loop.times]
             x, after = run_in_order(variants, loops[0].saving, x, layers[:from_input], numbers, each)
         run = gradients_in_turn(run) if recompute.in_turn else run
-        runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
+        runs = [wrapped for loop in loops for wrapped in [loop.wrap(run)] * loop.times]
         for i in range(from_input, len(layers)):
             x, state = runs[i](x, LayerInputs(layers[i], numbers[i], each[i]))
             after.append(state)

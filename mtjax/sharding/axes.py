@@ -160,6 +160,30 @@ def psum_varying(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
     return lax.psum(x, varying) if varying else x
 
 
+def min_and_sum_over_shards(
+    function: Callable[[Any], tuple[jax.Array, Sequence[jax.Array]]], arrays: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the minimum over devices of a scalar of their shards, and the sum over all elements of another.
+
+    `function` computes both from a device's shards: the first, and the terms of the second, which depend on one array
+    each, so that a term of a replicated array is counted once. Only scalars are sent.
+    """
+
+    def reduced(shards: Any) -> tuple[jax.Array, jax.Array]:
+        """Reduces the results of this rank's shards to scalars that are equal on all ranks."""
+        least, terms = function(shards)
+        by_axes: dict[Axes, list[jax.Array]] = {}
+        for term in terms:
+            by_axes.setdefault(tuple(sorted(_varying(term))), []).append(term)
+        # Along other axes the shards are replicas, so that the values are equal already.
+        total = sum((lax.psum(sum(each), axes) if axes else sum(each)) for axes, each in sorted(by_axes.items()))
+        axes = tuple(sorted(_varying(least)))
+        return lax.pmin(least, axes) if axes else least, jnp.asarray(total)
+
+    specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    return jax.shard_map(reduced, in_specs=(specs,), out_specs=(REPLICATED, REPLICATED))(arrays)
+
+
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """Merges dimensions `start` to `stop` (exclusive) of `x`; returns None if any but the first of them is sharded."""
     sharding = jax.typeof(x).sharding

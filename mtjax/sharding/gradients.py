@@ -88,12 +88,12 @@ class ManualRegion:
           (parameters sharded as `storage_spec`, the result of `shard_batch`) -> results.
         """
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
-        param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
+        compute_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
         # `model` is explicit inside, but automatic at the border (`auto_axes` around `shard_map` around
         # `explicit_axes`): were it explicit there, jax would treat each parameter as replicated over `model`, and
         # gather it on entry and its gradient on exit. The results would be right, but slow.
         mapped = jax.shard_map(
-            explicit_axes(local, axes=self.explicit, in_sharding=(param_specs, batch_specs)),
+            explicit_axes(local, axes=self.explicit, in_sharding=(compute_specs, batch_specs)),
             axis_names=set(self.manual),
             in_specs=(
                 self._only(partition_specs(self.records, "storage_spec"), self.manual),

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
@@ -232,7 +233,7 @@ def gathered(how: ShardedParam, shard: Array) -> Array:
 
 def row_major(a: Array) -> Array:
     """Returns an array in row-major memory layout; every mesh axis is manual."""
-    return with_layout_constraint(a, Layout(major_to_minor=tuple(range(a.ndim))))
+    return with_layout_constraint(a, MemoryLayout(major_to_minor=tuple(range(a.ndim))))
 
 
 # --- reduction over ranks, and the arrays by which a loss is differentiated

@@ -1,13 +1,11 @@
 """One record per parameter: its names, its shardings, how its gradient is reduced; shardings of batches."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtjax.config.shared_blocks import BLOCK
@@ -22,7 +20,7 @@ from mtjax.layout.layouts import (
 )
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.rules import Axes, Rules
-from mtjax.sharding.axes import REPLICATED, partition_spec, with_axes
+from mtjax.sharding.axes import partition_spec, with_axes
 from mtjax.sharding.param_comm import GradReduction
 
 Tree = Any
@@ -113,7 +111,7 @@ def param_specs(
     name only axes of this mesh.
     """
 
-    def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
+    def describe(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
         """Describes a parameter from its path, its dimensions' logical names and its abstract array."""
         name, is_narrow = dotted(path), gathers_in_compute_dtype(names)
         trainable, is_maximum = is_trainable(name), name.endswith(f".{LARGEST_SCORES}")
@@ -125,7 +123,7 @@ def param_specs(
         # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
         zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
-        dim, wire = (NOT_SHARDED, "float32") if is_maximum else (dim, grad_reduce_dtype)
+        dim, comm_dtype = (NOT_SHARDED, "float32") if is_maximum else (dim, grad_reduce_dtype)
         zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
@@ -141,7 +139,7 @@ def param_specs(
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, wire, is_maximum),
+            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, comm_dtype, is_maximum),
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
@@ -151,7 +149,7 @@ def param_specs(
             dtype=master_dtype if trainable and is_narrow else "float32",
         )
 
-    return jax.tree_util.tree_map_with_path(spec, axes, shapes, is_leaf=is_names)
+    return jax.tree_util.tree_map_with_path(describe, axes, shapes, is_leaf=is_names)
 
 
 def trained(records: Tree, tree: Tree) -> Tree:
@@ -184,7 +182,7 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
     def names(variable: nnx.Variable) -> nnx.Variable:
         # `vmap` over layers (`Stack`) adds a leading dimension, `layers`, to the array, but no name to its metadata.
         axes = tuple(variable.get_metadata()["axes"])
-        return variable.replace(("layers",) * (len(variable.shape) - len(axes)) + axes)
+        return variable.replace((LAYERS,) * (len(variable.shape) - len(axes)) + axes)
 
     named = jax.tree.map(names, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     return nnx.to_pure_dict(named)
@@ -208,30 +206,6 @@ def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
 def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
     """Restricts a batch's sharding to an array of `count` dimensions, such as [batch]."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:count]))
-
-
-def min_and_sum_over_shards(
-    function: Callable[[Tree], tuple[jax.Array, Sequence[jax.Array]]], arrays: Tree
-) -> tuple[jax.Array, jax.Array]:
-    """Computes two scalars of each device's shards, and returns the first's minimum over devices and the second's sum,
-    which `function` returns as terms that depend on one array each; only scalars are sent."""
-
-    def reduced(shards: Tree) -> tuple[jax.Array, jax.Array]:
-        """Reduces the results of this rank's shards to scalars that are equal on all ranks."""
-        least, terms = function(shards)
-        by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
-        for term in terms:
-            by_axes.setdefault(_varying(term), []).append(term)
-        # Along other axes the shards are replicas, so that the values are equal already.
-        total = sum((lax.psum(sum(each), axes) if axes else sum(each)) for axes, each in sorted(by_axes.items()))
-        return lax.pmin(least, _varying(least)) if _varying(least) else least, jnp.asarray(total)
-
-    specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
-    return jax.shard_map(reduced, in_specs=(specs,), out_specs=(REPLICATED, REPLICATED))(arrays)
-
-
-def _varying(x: jax.Array) -> tuple[str, ...]:
-    return tuple(sorted(jax.typeof(x).mat.varying))
 
 
 def with_sharding(abstract: Tree, shardings: Tree) -> Tree:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
@@ -59,7 +60,8 @@ class VocabSpecs:
 
     @property
     def samples(self) -> Axes:
-        """Axes that are explicit here and shard samples, over which a table's gradient is all-reduced."""
+        """Axes that are explicit here and shard samples, over which a table's gradient is all-reduced; () in the manual
+        region, where the step reduces it."""
         return dimension_axes(self.tokens, 0)
 
     def gather_sequence(self, x: Array) -> Array:
@@ -136,7 +138,7 @@ def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradien
         # XLA: where the gradient is then reduce-scattered along the width (ZeRO), layout assignment would transpose it,
         # and every element of a token's vector would be added to another row, by a compare-and-swap loop. In this
         # layout a token's vector is contiguous; transposing the sum once costs its bytes.
-        added = with_layout_constraint(zeros.at[row.reshape(-1)].add(flat, mode="drop"), Layout((0, 1)))
+        added = with_layout_constraint(zeros.at[row.reshape(-1)].add(flat, mode="drop"), MemoryLayout((0, 1)))
         return psum_varying(added, specs.samples)
 
     with jax.named_scope("embedding"):

@@ -116,21 +116,22 @@ class Reduction:
         """
         # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
         leaves, tree = jax.tree.flatten(gradients)
-        table = jax.tree.leaves(self.records)
-        stacks = [members for members in sharded_stacks(table) if not self.is_reduced_in_backward(table[members[0]])]
+        leaf_records = jax.tree.leaves(self.records)
+        stacks = [s for s in sharded_stacks(leaf_records) if not self.is_reduced_in_backward(leaf_records[s[0]])]
         for i in set(range(len(leaves))).difference(*stacks):
-            if not self.is_reduced_in_backward(table[i]):
-                leaves[i] = reduce_gradient(leaves[i], table[i].compute_spec, table[i].grad_reduction)
+            if not self.is_reduced_in_backward(leaf_records[i]):
+                leaves[i] = reduce_gradient(leaves[i], leaf_records[i].compute_spec, leaf_records[i].grad_reduction)
         # XLA: a reduce-scatter needs its sharded dimension outermost. Of an entire stack it would make a second,
         # transposed copy; layer by layer that copy is of one layer.
         for members in stacks:
-            specs, reductions = [table[i].compute_spec for i in members], [table[i].grad_reduction for i in members]
+            specs = [leaf_records[i].compute_spec for i in members]
+            reductions = [leaf_records[i].grad_reduction for i in members]
             reduced = scatter_layers([leaves[i] for i in members], reductions, specs)
             for i, leaf in zip(members, reduced, strict=True):
                 leaves[i] = leaf
         # Each sharding group has the sum of its samples. Of parameters that several stages have, such as a tied
         # embedding, each stage has a partial sum.
-        for i, record in enumerate(table):
+        for i, record in enumerate(leaf_records):
             for axes in filter(None, (record.between_groups, record.deferred_axes)):
                 deferred = GradReduction(axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
                 leaves[i] = reduce_gradient(leaves[i], record.storage_spec, deferred)
@@ -216,12 +217,12 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
       layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
-    table = jax.tree.leaves(records)
-    stacks = sharded_stacks(table)
+    leaf_records = jax.tree.leaves(records)
+    stacks = sharded_stacks(leaf_records)
     inner = [leaf.array if isinstance(leaf, ReplicatedParam) else leaf for leaf in leaves]
     pending = {
         i: p
-        for i, (p, record) in enumerate(zip(inner, table, strict=True))
+        for i, (p, record) in enumerate(zip(inner, leaf_records, strict=True))
         if record.is_gathered_per_step and isinstance(p, ShardedParam) and not p.keep_for_backward
     }
     # XLA: an all-gather returns its sharded dimension outermost and then transposes, in another buffer. Layer by layer

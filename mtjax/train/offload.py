@@ -106,12 +106,12 @@ class OffloadedStep(TrainStep):
         return self.with_optimized(tree, jax.tree.map(function, self.optimized(tree)))
 
     def updated(
-        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
+        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, applies: Array
     ) -> tuple[Tree, Tree]:
         """See `TrainStep.updated`."""
         trainable = self.optimized(state.parameters)
         how = Update(self.config, self.trainable_records, self.layer_orders)
-        return streamed_update(how, gradients, state.optimizer, trainable, finite, norm)
+        return streamed_update(how, gradients, state.optimizer, trainable, applies, norm)
 
 
 def _pinned(sharding: NamedSharding) -> NamedSharding:

@@ -1,7 +1,7 @@
 """The optimizer of the paper (section 4.2): AdamW with gradient clipping, its learning rate, and the search for NaNs.
 
-Learning rates are as in Megatron's `OptimizerParamScheduler`, which counts samples; each step has the same number of
-samples, so ratios of samples equal ratios of steps. Update k, counted from 0, uses the value at k.
+Learning rates are as in Megatron's `OptimizerParamScheduler`, but count steps where it counts samples, which differs
+while the batch size is ramped up. Update k, counted from 0, uses the value at k.
 
 Devices find the first tensor of loss and gradients that is not finite before a step changes anything, and all of them
 skip the step; the host reports it when it logs (`mtjax.train.skipped_steps`).
@@ -24,8 +24,7 @@ from mtjax.layout.layouts import LAYERS, is_decayed
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.layout.stages import PLAIN, Orders
-from mtjax.sharding.axes import shard_like_rows
-from mtjax.sharding.param_specs import min_and_sum_over_shards
+from mtjax.sharding.axes import min_and_sum_over_shards, shard_like_rows
 
 Tree = Any
 Numbers = Callable[[str], Sequence[int]]
@@ -84,7 +83,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
 
     Args:
       config: rates, decay and clipping.
-      records: `ParamSpec` of every parameter, in a tree like theirs.
+      records: `ParamSpec` of every trained parameter, in a tree like theirs.
       orders: order of layers in stacked parameters.
     """
     options, steps = config.optimizer, config.training.steps
@@ -136,7 +135,7 @@ class CheckedTensor:
     name: str
     """Dotted name."""
     layer: int | None = None
-    """Layer index, from 0."""
+    """Number of the layer in the model, from 0."""
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
@@ -159,11 +158,12 @@ def norm_and_first_bad(
       scalar: has to be finite, too, and so has the norm, unless it may overflow; if only they are not, the index is the
         number of tensors.
       values: gradients or parameters, with any sharding.
-      records: of every parameter.
+      records: `ParamSpec` of each of the values.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
     """
     in_tree_order = tensors_in_tree_order(records, numbers_of)
+    # `backwards` is a permutation; `argsort` inverts it: the place in the backward pass's order of each tensor.
     leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
     counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
     indices = np.split(np.argsort(backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])

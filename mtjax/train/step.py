@@ -39,10 +39,13 @@ class LossInputs(NamedTuple):
 
 
 class TrainStep(ShardedModel):
-    """A config's model on a mesh, and the step that trains it: abstract until a method is called.
+    """A config's model on a mesh, and the step that trains it; it holds no arrays.
 
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
-    optimizer changes.
+    optimizer changes. `make_train_step` extends it for settings (`mtjax.train.kinds`): by subclasses with another
+    `reduction_type` or `step_region`, or whose methods change what is drawn (`build`, `drawn`), differentiated
+    (`training_point`, `loss_inputs`, `loss_weights`), scaled (`initial_loss_scale`) or updated (`optimized`,
+    `with_optimized`, `is_update`, `updated`, `rescaled`).
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
@@ -102,20 +105,18 @@ class TrainStep(ShardedModel):
         The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
         name if there are several (with experts, "loss" is that of the tokens, without the router losses); expert_load,
         the tokens per expert of each layer; and first_bad, the index of the first tensor that is not finite, in
-        `skipped_steps.tensors_of`. If there is one, the step is skipped: only the step number changes, skipped is 1 and
-        grad_norm 0.
+        `skipped_steps.tensors_of`. If there is one, the step is skipped: trained parameters and the optimizer's state
+        stay as they are, skipped is 1 and grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
     def layer_numbers(self, name: str) -> tuple[int, ...]:
-        """Returns the indices of the layers whose parameters an array stacks, by its dotted name."""
+        """Returns the numbers, in the model, of the layers whose parameters an array stacks, by its dotted name."""
         return layer_numbers(self.config.model, name)
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """Lowers the train step from abstract values, without touching a device."""
-        arguments = self.abstract_state, self.abstract_step_batch(global_batch_size)
-        with jax.set_mesh(self.mesh):
-            return self._compiled_step.lower(*arguments)
+        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
         """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
@@ -198,23 +199,23 @@ class TrainStep(ShardedModel):
         return True
 
     def updated(
-        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
+        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, applies: Array
     ) -> tuple[Tree, Tree]:
-        """Traces the optimizer; returns the trained parameters and its state, as they were unless the step counts.
+        """Traces the optimizer; returns the trained parameters and its state, as they were unless the update applies.
 
         Args:
           state: before the step.
           gradients: of the trained parameters.
           parts: losses by name, and the load of experts.
           norm: of all gradients.
-          finite: whether the step counts.
+          applies: whether the update is applied.
         """
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
         updated = self.rescaled(optax.apply_updates(masters, updates), parts, state)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
-        return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
+        return jax.tree.map(partial(jnp.where, applies), (updated, optimizer), (trainable, state.optimizer))
 
     def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """Changes trained parameters, float32, after their update; `parts` are those of `gradients`."""

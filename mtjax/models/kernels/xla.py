@@ -37,7 +37,7 @@ class AttentionOptions:
     window: int | Int[Array, ""] | None = None
     """When given, a token attends to itself and the window - 1 tokens before it, and as many after it unless causal."""
     windows: tuple[int, ...] = ()
-    """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
+    """Windows of all layers, where they differ; one length, and others longer than a sample."""
     alibi: "Alibi | None" = None
     """When given, its biases are added to the scores."""
 
