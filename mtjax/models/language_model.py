@@ -259,7 +259,7 @@ class LanguageModel(Trunk, Protocol):
 
     @staticmethod
     def num_tokens(batch: Batch) -> Array:
-        """Counts tokens of the batch without padding, for tokens per second."""
+        """Counts tokens, for tokens per second: those that are not padding; of a decoder, those that have a loss."""
         ...
 
 

@@ -70,6 +70,7 @@ class Layer(nnx.Module):
 
             for product in last_products(self):
                 product.adds_bias = False
+        # By mixer; factors of Falcon-H1.
         self.output_scales = {
             "attention": model.attention_output_scale,
             "mlp": model.mlp_output_scale,

@@ -7,7 +7,8 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from mtjax.config import Model
-from mtjax.layout.plan import ContextMethod, ExpertDispatch
+from mtjax.layout.attention_kernel import ContextMethod
+from mtjax.layout.plan import ExpertDispatch
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
+Residual = Float[Array, "batch act_seq embed"]
+"""Hidden states, [batch, act_seq, embed]."""
 
 PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
 """Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the number of text tokens per sample, [batch]."""

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from mtjax.config.layer_pattern import LayerRun, loops_of_pattern, runs_of
-from mtjax.models.layer import Residual, Stack, run_layer
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer import Stack, run_layer
+from mtjax.models.layer_context import LayerContext, Residual, State
 from mtjax.models.recompute import LoopOverLayers, can_prefetch, loops_of
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk

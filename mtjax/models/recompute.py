@@ -79,7 +79,8 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's `--recompute-granularity`, `--recompute-method` and `--recompute-num-layers`."""
+    """How a stack's layers run one after the other, and what they save; the first three settings are Megatron's
+    `--recompute-granularity`, `--recompute-method` and `--recompute-num-layers`."""
 
     kind: Literal["none", "selective", "full"] = "none"
     method: Literal["uniform", "block"] = "uniform"

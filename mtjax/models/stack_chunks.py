@@ -11,8 +11,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.layout.stages import PADDING
-from mtjax.models.layer import Residual, Stack, context_of_layer, run_layer
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer import Stack, context_of_layer, run_layer
+from mtjax.models.layer_context import LayerContext, Residual, State
 from mtjax.models.padding_layers import run_unless_padding
 from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.sharding.param_comm import LayerInputs, materialize

@@ -12,8 +12,8 @@ from jax import Array
 from mtjax.config import Model
 from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
 from mtjax.layout.stacks import ENCODER
-from mtjax.models.layer import Layer, Residual, Stack
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer import Layer, Stack
+from mtjax.models.layer_context import LayerContext, Residual, State
 from mtjax.models.mixers.chunked import keys_of_rows
 from mtjax.models.ops import Norm
 from mtjax.models.pattern_stacks import PatternLoop
