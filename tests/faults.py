@@ -1117,7 +1117,7 @@ FAULTS = (
     ),
     Fault(
         "Adafactor limits the update of a stack, not of each layer",
-        "of_layer = tuple(range(int(record.axes[:1] == (LAYERS,)), gradient.ndim))",
+        "of_layer = tuple(range(int(record.logical_axes[:1] == (LAYERS,)), gradient.ndim))",
         "of_layer = tuple(range(gradient.ndim))",
         "train",
         "test_updates_are_those_of_optax",

@@ -84,7 +84,7 @@ def _contract(
     pipeline: str,
     scattered: bool,
     unrolled: bool,
-    wire: Dtype,
+    comm_dtype: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
     joins: tuple[bool, bool],
@@ -123,17 +123,17 @@ def _contract(
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
     adapts, is_first_alone = not trains_all(anatomy.model), unrolled and anatomy.predictors is None
-    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts, is_first_alone, num_blocks(anatomy.model))
-    lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
+    shared = over_ranks_lines(layout.zero, ticks, comm_dtype, ranks, adapts, is_first_alone, num_blocks(anatomy.model))
+    lines += across_groups(shared, between, "adapters" if adapts else "parameters", comm_dtype)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
         same = JOINED.join(axis for axis in group if axis not in layout.rules.expert)  # over which experts are the same
         turns = "ticks" if pipeline else "microbatches"
-        of_experts = over_ranks_lines_of_experts(layout.zero, wire, same, turns, anatomy.model.expert_bias)
-        lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_ZERO_DEGREE)
-        lines += expert_lines(anatomy, layout.zero, wire, same)
-    lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
+        of_experts = over_ranks_lines_of_experts(layout.zero, comm_dtype, same, turns, anatomy.model.expert_bias)
+        lines += across_groups(of_experts, between, "expert_parameters", comm_dtype, EXPERT_ZERO_DEGREE)
+        lines += expert_lines(anatomy, layout.zero, comm_dtype, same)
+    lines += over_stage_lines(anatomy, layout, scattered, comm_dtype) if pipeline else []
     return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
@@ -165,14 +165,16 @@ def without_idle(line: Expectation, stack: Stack) -> Expectation:
     return replace(line, **changed)
 
 
-def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
+def over_stage_lines(
+    anatomy: Anatomy, layout: Layout, scattered: bool, comm_dtype: Dtype = "float32"
+) -> list[Expectation]:
     """Returns what stages of a pipeline send each other, in every tick forward and backward, and once a step.
 
     Args:
       anatomy: of the model; with several sections, the streams of all travel together.
       layout: whether the stream is split along the sequence.
       scattered: whether the model ranks can split what they all have for the way.
-      wire: type in which gradients travel.
+      comm_dtype: type in which gradients travel.
     """
     lines = []
     # Where nothing below the layers is trained, the output of the first chunk's backward half is not read.
@@ -188,7 +190,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
             lines.append(Expectation(STAGES, "all-gather", MODEL, often, elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"
     outside = anatomy.outside_weights
-    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
+    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", comm_dtype, pooled=True, why=why)
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
 
 

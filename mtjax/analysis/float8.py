@@ -153,8 +153,8 @@ def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     shared = plan.layout(anatomy.model).rules.token_axes
     ranks = JOINED.join(axis for axis in MANUAL if axis in shared)
     why = "counts of the largest values of activations and gradients, which determine 8-bit scales"
-    wire = plan.grad_reduce_dtype
-    over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", wire, pooled=True, why=why)
+    comm_dtype = plan.grad_reduce_dtype
+    over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", comm_dtype, pooled=True, why=why)
     why = "the largest over the tensor parallel ranks, and its age"
     pair = "2*float8_scales"
     return [over_ranks, Expectation(OPTIMIZER, "all-reduce", MODEL, "1", pair, "float32", pooled=True, why=why)]

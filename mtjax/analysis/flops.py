@@ -211,7 +211,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan) -> float:
     anatomy = computed_over(anatomy, plan.mesh)
     flops = update + model_flops(anatomy) + taught_flops(anatomy, plan) + outside_again(anatomy, plan)
     # A chunk's logits are recomputed for its backward pass, so that only one chunk's are in memory.
-    if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
+    if _is_in_chunks(anatomy, plan) and not plan.fuses_loss_gradient(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:
         recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)

@@ -12,7 +12,7 @@ ZERO_DEGREE, EXPERT_ZERO_DEGREE = "zero_degree", "expert_zero_degree"
 
 
 def across_groups(
-    lines: Sequence[Expectation], between: Axes, of: str, wire: Dtype, degree: str = ZERO_DEGREE
+    lines: Sequence[Expectation], between: Axes, of: str, comm_dtype: Dtype, degree: str = ZERO_DEGREE
 ) -> Sequence[Expectation]:
     """Returns the lines of a step whose sharding groups are replicas of each other.
 
@@ -20,7 +20,7 @@ def across_groups(
       lines: what ranks of a group send each other; all-reduces are of gradients that ZeRO does not shard.
       between: mesh axes between groups; () without groups.
       of: symbol of the trained parameters.
-      wire: type in which gradients are reduced.
+      comm_dtype: type in which gradients are reduced.
       degree: symbol of the shards of a parameter.
 
     Returns:
@@ -33,7 +33,7 @@ def across_groups(
     ]
     why = "each rank's part of the gradients, which other groups have too, once a step"
     elements = f"({of} - unsplit_{of})/{degree}"
-    shards = Expectation(GRADIENTS, "all-reduce", JOINED.join(between), "1", elements, wire, pooled=True, why=why)
+    shards = Expectation(GRADIENTS, "all-reduce", JOINED.join(between), "1", elements, comm_dtype, pooled=True, why=why)
     return [*every, shards]
 
 

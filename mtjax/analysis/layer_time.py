@@ -222,7 +222,7 @@ def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softw
         for product in others
     )
     again = losses * forward
-    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
+    if not software.recomputes_logits or plan.fuses_loss_gradient(anatomy.model):
         again = 0.0
     columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
     if (ahead := anatomy.predictors) is not None:

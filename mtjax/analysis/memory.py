@@ -54,7 +54,7 @@ def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
     compute dtype's. Gated MLPs save one more array; replicated key and value heads are counted as if sharded.
 
     JAX: outputs of matmuls, masks, attention's output and float32 probabilities; all else is recomputed
-    (`mtjax.models.recompute`): `sbh (6 + 16/t + 5as/(ht))` bytes, the stacked residuals of the compiled scan.
+    (`mtjax.models.layer_loop`): `sbh (6 + 16/t + 5as/(ht))` bytes, the stacked residuals of the compiled scan.
     """
     kinds: Counter[str] = Counter()
     for part in stack.parts:

@@ -184,9 +184,9 @@ def _exchange(shard: Shard, matrices: MatrixDims, mesh: MeshShape) -> Exchange:
 
 def update_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
     """Returns the collectives of a step's update."""
-    wire: Dtype = "compute" if plan.optimizer.newton_schulz == "bfloat16" else "float32"
+    comm_dtype: Dtype = "compute" if plan.optimizer.newton_schulz == "bfloat16" else "float32"
     kinds = {
-        "muon": ("all-to-all", "2", wire, "matrices' shards for entire matrices of some layers, and back"),
+        "muon": ("all-to-all", "2", comm_dtype, "matrices' shards for entire matrices of some layers, and back"),
         "adafactor": ("all-reduce", "1", "float32", "averages of rows and columns that ranks share"),
     }
     observed = _observed_lines(anatomy, plan) if plan.optimizer.clips_scores else ()

@@ -6,9 +6,9 @@ from mtjax.analysis.contract import GRADIENTS, PARAMETERS, Dtype, Expectation, K
 
 
 def over_ranks_lines(
-    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool, unrolled: bool, blocks: int
+    zero: int, ticks: Mapping[str, str], comm_dtype: Dtype, ranks: str, adapts: bool, unrolled: bool, blocks: int
 ) -> list[Expectation]:
-    """Returns the gradients (of dtype `wire`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
+    """Returns the gradients (in `comm_dtype`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
 
     `ticks`: a section's symbol -> its last stack's side; `adapts` (LoRA): only adapters and a head are trained;
     `unrolled`: whether the first layer is in no loop with others; `blocks`: how many blocks layers share.
@@ -17,7 +17,7 @@ def over_ranks_lines(
     of = "adapters" if adapts else "parameters"
 
     def line(
-        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire, hoisted: bool = False
+        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = comm_dtype, hoisted: bool = False
     ) -> Expectation:
         return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
 
@@ -89,11 +89,13 @@ def _gathers_for_each_use(
     ]
 
 
-def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str, has_biases: bool) -> list[Expectation]:
+def over_ranks_lines_of_experts(
+    zero: int, comm_dtype: Dtype, ranks: str, turns: str, has_biases: bool
+) -> list[Expectation]:
     """Returns the same of experts' matrices and biases, which the axes of `ranks` hold alike and `expert` splits;
     `turns`: how often a step goes through the layers."""
 
-    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
+    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = comm_dtype) -> Expectation:
         return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
 
     if not zero:

@@ -29,13 +29,13 @@ def prediction_lines(anatomy: Anatomy, ends: ResidualStream, *, drops_last: bool
     return lines
 
 
-def expert_lines(anatomy: Anatomy, zero: int, wire: Dtype, ranks: str) -> list[Expectation]:
+def expert_lines(anatomy: Anatomy, zero: int, comm_dtype: Dtype, ranks: str) -> list[Expectation]:
     """Returns what ZeRO-2 and 3 send of the layers' experts: outside the stacks, once per microbatch.
 
     Args:
       anatomy: of the model.
       zero: stage of ZeRO.
-      wire: type in which gradients are reduced.
+      comm_dtype: type in which gradients are reduced.
       ranks: axes over which ranks have the same experts.
     """
     if anatomy.predictors is None or zero < 2:
@@ -45,7 +45,7 @@ def expert_lines(anatomy: Anatomy, zero: int, wire: Dtype, ranks: str) -> list[E
         settings = {"pooled": True, "hoisted": hoisted, "why": f"{why} of multi-token prediction's experts"}
         return Expectation(phase, kind, ranks, "microbatches", elements, dtype, **settings)  # pyright: ignore[reportArgumentType]
 
-    lines = [line(GRADIENTS, "reduce-scatter", "outside_experts", "each rank sums its part of gradients", wire)]
+    lines = [line(GRADIENTS, "reduce-scatter", "outside_experts", "each rank sums its part of gradients", comm_dtype)]
     if zero == 3:
         lines.append(line(PARAMETERS, "all-gather", "outside_expert_matrices", "matrices", "compute", hoisted=True))
         if anatomy.model.expert_bias:

@@ -72,7 +72,7 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
 
 def _parameter(record: ParamSpec, model: Model) -> Parameter:
     distinct: list[str] = []
-    for axis in record.layer_axes:
+    for axis in record.layer_logical_axes:
         # A square matrix [embed, embed] would have one dimension in a dict by name.
         distinct.append(axis + "'" * sum(seen.rstrip("'") == axis for seen in distinct))
     num_layers = record.shape[0] if record.is_stacked else None

@@ -21,7 +21,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.finetuned import GivesOutputs
 from mtjax.models.language_model import HiddenStates
-from mtjax.models.sharded_model import Batch, ShardedModel, Tree
+from mtjax.models.sharded_model import GlobalBatch, ShardedModel, Tree
 from mtjax.models.teacher import TEACHER, TEACHER_TABLE
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.train.step import TrainStep
@@ -204,7 +204,7 @@ class TeacherTargets:
         self.program, self.sharded_model = program, sharded_model
         # Matrices are used in compute_dtype only; a copy in float32 would waste memory.
         dtype = sharded_model.config.training.compute_dtype
-        cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
+        cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.logical_axes) else a  # noqa: E731
         self.parameters = sharded_model.on_mesh(jax.tree.map, cast, sharded_model.records, parameters)
         added = program.abstract_step_batch()
         self._sharding = added[TEACHER].sharding
@@ -215,7 +215,7 @@ class TeacherTargets:
             # Once: it is the same for all batches.
             self._tables[TEACHER_TABLE] = jax.device_put(table, added[TEACHER_TABLE].sharding)
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: GlobalBatch) -> GlobalBatch:
         """Returns the batch with the teacher's outputs (hidden states, or logits of a task's head) added."""
         # The teacher runs without dropout, for which alone samples are numbered.
         read = {name: array for name, array in batch.items() if name != "sample_index"}
@@ -225,7 +225,7 @@ class TeacherTargets:
     def _compiled(self) -> Any:
         return jax.jit(self._outputs, out_shardings=self._sharding)
 
-    def _outputs(self, parameters: Tree, batch: Batch) -> Array:
+    def _outputs(self, parameters: Tree, batch: GlobalBatch) -> Array:
         """Runs the teacher: final hidden states [batch, seq, embed] with a language head, else the head's outputs."""
         count = num_microbatches(self.program.config, self.program.mesh_shape, batch["tokens"].shape[0])
         with use_rules(self.sharded_model.layout.rules):

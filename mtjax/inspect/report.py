@@ -247,7 +247,7 @@ def replicated_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     """Returns messages about parameters that are replicated though the contract shards them over `model`."""
     degree = step.mesh.degree(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.logical_axes, is_leaf=lambda x: isinstance(x, tuple))
     shapes = parameter_shapes(step)
     notes = []
     for path, names in leaves:

@@ -265,7 +265,7 @@ class Plan:
         unrolled = self.unrolled and self.reduces_in_backward and self.residuals == "jax"
         return unrolled or self.prefetches(model)
 
-    def sums_loss_at_once(self, model: Model) -> bool:
+    def fuses_loss_gradient(self, model: Model) -> bool:
         """Returns whether the gradients of the loss are computed with it, so that no logits are recomputed: in unrolled
         steps, where a rank has a token's logits of the entire vocabulary."""
         is_alone = is_decoder(model) and not model.mtp_num_layers and not self.teacher_width

@@ -9,14 +9,16 @@ from jax import Array
 from mtjax.models.language_model import HiddenStates, run_sections
 from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.routers import with_text_lengths
-from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.models.sharded_model import GlobalBatch, ShardedModel
 from mtjax.sharding.axes import current_rules, partition_spec
 from mtjax.sharding.distributed_output import by_microbatches, distributed_output
 
 Tree = Any
 
 
-def final_hidden_states(placed: ShardedModel, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
+def final_hidden_states(
+    placed: ShardedModel, parameters: Tree, batch: GlobalBatch, microbatches: int | None = None
+) -> Array:
     """Computes the hidden states after the last layer, by the rules in force, without dropout; call it in a trace.
 
     Args:

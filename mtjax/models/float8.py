@@ -107,7 +107,7 @@ def quantize_products(model: Any, config: Config) -> None:
     in_turn = not config.model.lora_rank  # frozen matrices have no gradients to wait for
     missing = set(names)
     for stack in model.decoder_stacks:
-        stack.recompute = replace(stack.recompute, unquantized=ends, in_turn=in_turn)
+        stack.loop_settings = replace(stack.loop_settings, unquantized=ends, in_turn=in_turn)
         layers = _is_layer(stack) if recipe.is_delayed else None
         for name in names:
             linear: Any = stack.layers

@@ -44,13 +44,13 @@ def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[A
 class KVCache:
     """A layer's keys and values of each sequence."""
 
-    keys: Float[Array, "sequences groups length head_dim"]
-    values: Float[Array, "sequences groups length head_dim"]
+    keys: Float[Array, "sequences kv_heads length head_dim"]
+    values: Float[Array, "sequences kv_heads length head_dim"]
 
     @classmethod
-    def empty(cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "KVCache":
+    def empty(cls, sequences: int, kv_heads: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "KVCache":
         """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
-        shape = (sequences, groups, length, head_dim)
+        shape = (sequences, kv_heads, length, head_dim)
         return cls(*(jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2)))
 
     @property
@@ -60,8 +60,8 @@ class KVCache:
 
     def append(
         self,
-        key: Float[Array, "batch seq groups head_dim"],
-        value: Float[Array, "batch seq groups head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
         cache_positions: CachePositions,
     ) -> "KVCache":
         """Writes the keys and values of new tokens; in place where the cache was donated."""
@@ -69,8 +69,8 @@ class KVCache:
 
     def extended(
         self,
-        key: Float[Array, "batch seq groups head_dim"],
-        value: Float[Array, "batch seq groups head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
         cache_positions: CachePositions,
     ) -> tuple["KVCache", Array, Array, None]:
         """Appends new tokens; returns the cache, and their sequences' keys and values, whose positions are 0, 1, ..."""
@@ -78,7 +78,7 @@ class KVCache:
         return cache, *cache.read_by(cache_positions), None
 
     def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array]:
-        """Returns keys and values of the sequences with new tokens, [batch, groups, length, head_dim]."""
+        """Returns keys and values of the sequences with new tokens, [batch, kv_heads, length, head_dim]."""
         # In decode every sequence has a new token, so no keys are copied.
         if cache_positions.sequence is None:
             return self.keys, self.values
@@ -100,8 +100,8 @@ class WindowKVCache:
     """A layer's keys and values of the newest tokens of each sequence: those of position p are in slot p modulo the
     number of slots, until a later position takes it."""
 
-    keys: Float[Array, "sequences groups slots head_dim"]
-    values: Float[Array, "sequences groups slots head_dim"]
+    keys: Float[Array, "sequences kv_heads slots head_dim"]
+    values: Float[Array, "sequences kv_heads slots head_dim"]
     length: int = field(metadata={"static": True})
     """Capacity of each sequence in tokens, of which there are slots for `window` at most."""
     window: int = field(metadata={"static": True})
@@ -109,10 +109,10 @@ class WindowKVCache:
 
     @classmethod
     def empty(
-        cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike, window: int
+        cls, sequences: int, kv_heads: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike, window: int
     ) -> "WindowKVCache":
         """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
-        shape = (sequences, groups, min(window, length), head_dim)
+        shape = (sequences, kv_heads, min(window, length), head_dim)
         keys, values = (jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2))
         return cls(keys, values, length, window)
 
@@ -123,14 +123,14 @@ class WindowKVCache:
 
     def extended(
         self,
-        key: Float[Array, "batch seq groups head_dim"],
-        value: Float[Array, "batch seq groups head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
         cache_positions: CachePositions,
     ) -> tuple["WindowKVCache", Array, Array, Int[Array, "batch keys"]]:
         """Writes the keys and values of new tokens.
 
         Returns:
-          The cache; the keys and values that the new tokens may attend to, [batch, groups, keys, head_dim]; and their
+          The cache; the keys and values that the new tokens may attend to, [batch, kv_heads, keys, head_dim]; and their
           positions, negative where a slot has none yet.
         """
         if cache_positions.sequence is None:
@@ -195,10 +195,10 @@ class CrossKVCache:
 
     @classmethod
     def empty(
-        cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike
+        cls, sequences: int, kv_heads: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike
     ) -> "CrossKVCache":
         """Builds a cache for `length` tokens of each text."""
-        cache = KVCache.empty(sequences, groups, length, head_dim, dtype)
+        cache = KVCache.empty(sequences, kv_heads, length, head_dim, dtype)
         return cls(cache, jnp.zeros(sequences, jnp.int32))
 
     @property
@@ -208,8 +208,8 @@ class CrossKVCache:
 
     def replaced(
         self,
-        key: Float[Array, "1 seq groups head_dim"],
-        value: Float[Array, "1 seq groups head_dim"],
+        key: Float[Array, "1 seq kv_heads head_dim"],
+        value: Float[Array, "1 seq kv_heads head_dim"],
         sequence: Int[Array, ""],
         count: Int[Array, ""],
     ) -> "CrossKVCache":
@@ -290,7 +290,7 @@ def empty_caches(
 
 
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
-    """Writes new tokens [batch, seq, groups, head_dim] into a cache [sequences, groups, length, head_dim]."""
+    """Writes new tokens [batch, seq, kv_heads, head_dim] into a cache [sequences, kv_heads, length, head_dim]."""
     new = new.astype(cache.dtype)
     # Prefill: consecutive positions of one sequence are a slice. Decode: one position of each sequence is a scatter.
     if cache_positions.sequence is not None:
@@ -300,7 +300,7 @@ def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
 
 
 def write_rows(cache: Array, new: Array, at: Array) -> Array:
-    """Writes a token of each sequence, [sequences, 1, groups, head_dim], at positions [sequences]; those beyond the
+    """Writes a token of each sequence, [sequences, 1, kv_heads, head_dim], at positions [sequences]; those beyond the
     cache are dropped."""
     rows, new = jnp.arange(cache.shape[0]), new.astype(cache.dtype)[:, 0]
     if cache.shape[0] == 1:
@@ -311,7 +311,7 @@ def write_rows(cache: Array, new: Array, at: Array) -> Array:
 
 
 def resize(cache: Array, length: int) -> Array:
-    """Truncates or pads a cache [sequences, groups, length, head_dim] to `length`."""
+    """Truncates or pads a cache [sequences, kv_heads, length, head_dim] to `length`."""
     if length <= cache.shape[2]:
         return cache[:, :, :length]
     return jnp.pad(cache, ((0, 0), (0, 0), (0, length - cache.shape[2]), (0, 0)))

@@ -21,8 +21,8 @@ from mtjax.config.sizes import embedding_width, padded_vocab_size
 from mtjax.families.registry import FAMILIES, load_part
 from mtjax.layout.weights import embedding_weights
 from mtjax.models.layer_context import RESIDUAL, LayerContext, State
-from mtjax.models.ops import Linear, normal
-from mtjax.models.recompute import LoopOverLayers
+from mtjax.models.layer_loop import LoopOverLayers
+from mtjax.models.ops import Linear, draw_normal
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
 
@@ -41,13 +41,13 @@ EMBEDDING_SITE = 2**31 - 1
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:
     """Draws a table [vocab, embed] with a row for each token of the padded vocabulary; `std` is init_std when None."""
     sizes = embedding_weights(embedding_width(model), rows=padded_vocab_size(model))
-    return normal(key, sizes["embedding"], model.init_std if std is None else std)
+    return draw_normal(key, sizes["embedding"], model.init_std if std is None else std)
 
 
 def position_table(model: Model, length: int, key: Array) -> nnx.Param | None:
     """Draws a table [positions, embed] of `length` positions; returns None where positions are not learned."""
     sizes = embedding_weights(model.hidden_size, positions=length)["positions"]
-    return normal(key, sizes, model.init_std) if model.position == "learned" else None
+    return draw_normal(key, sizes, model.init_std) if model.position == "learned" else None
 
 
 def embed_tokens(
@@ -137,7 +137,7 @@ class Section(NamedTuple):
     """Names of the parameters of the section's other stacks; the section has the name of its first."""
 
 
-class Headless(Protocol):
+class Trunk(Protocol):
     """A model up to its head."""
 
     @property
@@ -146,7 +146,7 @@ class Headless(Protocol):
         ...
 
 
-class Trunk(Headless, Protocol):
+class TrunkWithLosses(Trunk, Protocol):
     """A model with its head."""
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
@@ -156,7 +156,7 @@ class Trunk(Headless, Protocol):
 
 
 def run_sections(
-    trunk: Headless, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
+    trunk: Trunk, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
 ) -> tuple[HiddenStates, dict[str, State]]:
     """Runs a model up to its head.
 
@@ -188,7 +188,7 @@ def run_sections(
 class TrunkLosses:
     """A trunk as a function of its parameters: the `LossModel` of ranks that have all layers."""
 
-    model: Callable[[Tree], Trunk]
+    model: Callable[[Tree], TrunkWithLosses]
     """Builds the model from its parameters."""
     options: LossOptions
     sections: Sequence[tuple[str, ...]]
@@ -203,7 +203,7 @@ class TrunkLosses:
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
         """Computes the losses of a microbatch, each a weighted sum, [], and the routers' losses and counters."""
         model, (batch, weights, keys) = self.model(parameters), microbatch
-        if self.options.at_once and "loss" in weights:
+        if self.options.fuses_gradient and "loss" in weights:
             # A decoder sums its loss itself, so that its gradients are computed with it.
             batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         output, states = run_sections(model, batch, keys)
@@ -237,7 +237,7 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
         return {name: one(values[name], weight) for name, weight in weights.items()}
 
 
-class LanguageModel(Trunk, Protocol):
+class LanguageModel(TrunkWithLosses, Protocol):
     """A model that a train step can train: a language model, or one with another head for finetuning.
 
     It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by

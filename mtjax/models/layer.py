@@ -21,9 +21,9 @@ from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.layout.stacks import LayerStack
 from mtjax.layout.stages import stack_order
 from mtjax.models.layer_context import RESIDUAL, LayerContext, Mixer, State
+from mtjax.models.layer_loop import LayerLoopSettings, LoopOverLayers, loop_over_layers
 from mtjax.models.mixers.transformer import MLP, SelfAttention
 from mtjax.models.ops import dropout, make_norm, scaled
-from mtjax.models.recompute import LoopOverLayers, Recompute, loop_over_layers
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
@@ -125,7 +125,7 @@ class Stack(nnx.Module):
         dtype: jax.typing.DTypeLike,
         *,
         own: LayerStack,
-        recompute: Recompute,
+        loop_settings: LayerLoopSettings,
         parallel: Parallel,
         key: Array,
         layer_type: type[Layer] = Layer,
@@ -147,7 +147,7 @@ class Stack(nnx.Module):
             from mtjax.models.padding_layers import draw_on_stages
 
             self.layers = draw_on_stages(draw, keys, self.order)
-        self.recompute = recompute
+        self.loop_settings = loop_settings
 
     def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
         """Returns the function that runs all layers one after the other.
@@ -161,7 +161,7 @@ class Stack(nnx.Module):
           any.
         """
         layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
-        return loop_over_layers(partial(run_layer, context), layers, self.recompute)
+        return loop_over_layers(partial(run_layer, context), layers, self.loop_settings)
 
 
 def run_layer(context: LayerContext, x: Residual, inputs: LayerInputs) -> tuple[Residual, State]:

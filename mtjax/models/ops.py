@@ -20,8 +20,8 @@ from jaxtyping import Float, Int, Key
 from mtjax.config import Model
 from mtjax.config.sizes import norm_vectors
 from mtjax.layout.dropout import keep_share, keep_threshold
+from mtjax.models.layer_loop import DROPOUT_MASK
 from mtjax.models.project import ProductRule, project
-from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.sharding.axes import no_hoist, spec, varying_like, where, width_is_sharded
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def scaled(x: Array, factor: float | np.ndarray) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
+def draw_normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
     """Draws a parameter from N(0, std), created as shards, with the same values on every mesh."""
     # `out_sharding` makes each device draw its shard. The values depend on the key and the index alone
     # (jax_threefry_partitionable), not on the mesh.
@@ -75,7 +75,7 @@ class Linear(nnx.Module):
         """Draws the parameters: weight [*inputs, *outputs] from N(0, std), bias 0."""
         self.num_inputs = len(inputs)
         self.sequence = sequence
-        self.weight = normal(key, {**inputs, **outputs}, std)
+        self.weight = draw_normal(key, {**inputs, **outputs}, std)
         self.bias = constant(0.0, outputs) if bias else None
 
     def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
@@ -248,7 +248,7 @@ def dropout(
       keys: one per sample, so that what is dropped depends on neither mesh, microbatch size nor processes.
       site: distinguishes the dropouts that share `keys`.
       names: logical names of x's dimensions.
-      saved_as: name of the mask in the policies of `mtjax.models.recompute`.
+      saved_as: name of the mask in the policies of `mtjax.models.layer_loop`.
       positions: of x's second dimension in the entire sample, of which a rank may have some; 0, 1, ... when None.
     """
     if keys is None or rate == 0:

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from mtjax.config.layer_pattern import LayerRun, loops_of_pattern, runs_of
 from mtjax.models.layer import Stack, run_layer
 from mtjax.models.layer_context import LayerContext, Residual, State
-from mtjax.models.recompute import LoopOverLayers, can_prefetch, loops_of
+from mtjax.models.layer_loop import LoopOverLayers, can_prefetch, loops_of
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
@@ -77,7 +77,7 @@ class PatternStacks:
     def _can_prefetch(self) -> bool:
         """Whether a stack has communication to overlap, and every layer saves the same, each in its turn."""
         stacks = self.stacks.values()
-        saves_alike = all(stack.recompute.has_one_loop for stack in stacks)
+        saves_alike = all(stack.loop_settings.has_one_loop for stack in stacks)
         return saves_alike and any(can_prefetch(split_accumulators(stack.layers)[0], 1) for stack in stacks)
 
     def _run_with_prefetch(self, letters: str, x: Residual, context: LayerContext) -> tuple[Residual, State]:
@@ -93,7 +93,7 @@ class PatternStacks:
         for letter, stack in self.stacks.items():
             own = layer_slice(stack, None)
             # One, as `_can_prefetch` requires that all layers save the same.
-            (loop,) = loops_of(len(own.numbers), own.recompute)
+            (loop,) = loops_of(len(own.numbers), own.loop_settings)
             given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, own.numbers)
         with jax.named_scope("layers"):
             x, states = scan_pattern(letters, given, x)
@@ -104,7 +104,7 @@ class PatternStacks:
 @dataclass(frozen=True)
 class PatternLoop:
     """What the loops over layers read. Every layer's parameters are taken from its stack by index, and its gradients
-    are added to the accumulators there, as in `recompute.scan_accumulating`."""
+    are added to the accumulators there, as in `layer_loop.scan_accumulating`."""
 
     context: LayerContext
     slices: Mapping[str, LayerSlice]
@@ -192,7 +192,7 @@ class PatternLoop:
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.
-        return run_alone(layer, own.recompute, x, carried, index, own.numbers[place])
+        return run_alone(layer, own.loop_settings, x, carried, index, own.numbers[place])
 
 
 def _in_order(states: list[State]) -> State:

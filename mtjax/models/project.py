@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float
 
-from mtjax.models.recompute import SAVED, is_unrolled
+from mtjax.models.layer_loop import SAVED, is_unrolled
 from mtjax.sharding.axes import (
     PartitionSpec,
     merge_both,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
+from mtjax.models.layer_loop import traced_layer
 from mtjax.models.project import project
-from mtjax.models.recompute import traced_layer
 from mtjax.sharding.unstack import can_be_apart
 
 

@@ -21,8 +21,8 @@ class Scaled:
     """Keys or values of sequences, as `numbers * scales`."""
 
     numbers: Array
-    """[batch, groups, length, head_dim]."""
-    scales: Float[Array, "batch groups length 1"]
+    """[batch, kv_heads, length, head_dim]."""
+    scales: Float[Array, "batch kv_heads length 1"]
 
 
 @jax.tree_util.register_dataclass
@@ -32,13 +32,13 @@ class QuantizedKVCache:
 
     numbers: KVCache
     scales: KVCache
-    """[sequences, groups, length, 1], float32."""
+    """[sequences, kv_heads, length, 1], float32."""
 
     @classmethod
-    def empty(cls, sequences: int, groups: int, length: int, head_dim: int, kind: CacheType) -> "QuantizedKVCache":
+    def empty(cls, sequences: int, kv_heads: int, length: int, head_dim: int, kind: CacheType) -> "QuantizedKVCache":
         """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
-        numbers = KVCache.empty(sequences, groups, length, head_dim, TYPES[kind][0])
-        return cls(numbers, KVCache.empty(sequences, groups, length, 1, jnp.float32))
+        numbers = KVCache.empty(sequences, kv_heads, length, head_dim, TYPES[kind][0])
+        return cls(numbers, KVCache.empty(sequences, kv_heads, length, 1, jnp.float32))
 
     @property
     def length(self) -> int:
@@ -47,8 +47,8 @@ class QuantizedKVCache:
 
     def extended(
         self,
-        key: Float[Array, "batch seq groups head_dim"],
-        value: Float[Array, "batch seq groups head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
         cache_positions: CachePositions,
     ) -> tuple["QuantizedKVCache", Scaled, Scaled, None]:
         """Appends new tokens; returns the cache, and their sequences' keys and values, whose positions are 0, 1, ..."""
@@ -64,7 +64,7 @@ class QuantizedKVCache:
         return QuantizedKVCache(self.numbers.resized(length), self.scales.resized(length))
 
     def _quantized(self, array: Array) -> tuple[Array, Array]:
-        """Returns numbers in the cache's type, and scales [batch, seq, groups, 1]."""
+        """Returns numbers in the cache's type, and scales [batch, seq, kv_heads, 1]."""
         dtype = self.numbers.keys.dtype
         most = next(most for kind, most in TYPES.values() if kind == dtype)
         array = array.astype(jnp.float32)
@@ -77,7 +77,7 @@ class QuantizedKVCache:
 
 
 def numbers_and_scales(array: Array | Scaled, dtype: jax.typing.DTypeLike) -> tuple[Array, Array | None]:
-    """Returns keys or values as numbers of `dtype`, which has all of them exactly, and their scales [batch, groups,
+    """Returns keys or values as numbers of `dtype`, which has all of them exactly, and their scales [batch, kv_heads,
     length], if any."""
     if isinstance(array, Scaled):
         return array.numbers.astype(dtype), array.scales[..., 0]

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from mtjax.sharding.after import after, first, of_ranks
-from mtjax.sharding.axes import PartitionSpec, explicit_axes, varying_like
+from mtjax.sharding.axes import PartitionSpec, non_manual_axes, varying_like
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
 Tree = Any
@@ -124,15 +124,15 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 
 def _no_token(x: Array) -> Array:
     """Returns zeros of the type of a token."""
-    count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes())
+    count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in non_manual_axes())
     # A number for each rank along explicit axes: one for all of them would need a reduction.
     zeros = jnp.zeros((count,), jnp.float32)
-    return varying_like(reshard(zeros, _over_ranks()) if explicit_axes() else zeros, x)
+    return varying_like(reshard(zeros, _over_ranks()) if non_manual_axes() else zeros, x)
 
 
 def _over_ranks() -> PartitionSpec:
     """Returns the sharding of an array of a number per rank along explicit axes."""
-    return PartitionSpec(tuple(sorted(explicit_axes())))
+    return PartitionSpec(tuple(sorted(non_manual_axes())))
 
 
 def _token_of(gradients: Tree, like: Array) -> Array:

@@ -8,9 +8,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.errors import UserError
-from mtjax.models.recompute import (
+from mtjax.models.layer_loop import (
+    LayerLoopSettings,
     Loop,
-    Recompute,
     RunLayer,
     SavePolicy,
     States,
@@ -24,20 +24,20 @@ from mtjax.sharding.param_comm import LayerInputs
 LAYER_INPUT = "layer input"
 
 
-def loops_by_method(count: int, recompute: Recompute) -> list[Loop]:
-    """Returns the loops over layers; see `recompute.loops_of`."""
-    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, recompute)]
-    if not any(recompute.unquantized):
+def loops_by_method(count: int, loop_settings: LayerLoopSettings) -> list[Loop]:
+    """Returns the loops over layers; see `layer_loop.loops_of`."""
+    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, loop_settings)]
+    if not any(loop_settings.unquantized):
         return loops
     from mtjax.models.float8 import unquantized
 
-    (loop,), (first, last) = loops, recompute.unquantized
+    (loop,), (first, last) = loops, loop_settings.unquantized
     # Separate loops, as all layers of a loop are one program.
     ends = [loop._replace(times=each, variant=unquantized) for each in (first, last)]
     return [loop for loop in (ends[0], loop._replace(times=count - first - last), ends[1]) if loop.times]
 
 
-def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
+def _policies(count: int, loop_settings: LayerLoopSettings) -> list[tuple[SavePolicy, int]]:
     """Returns the policies of loops over layers, each with its number of iterations.
 
     Raises:
@@ -45,19 +45,19 @@ def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
     """
     # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
     # first `num_layers` (`block`), where later layers save their products.
-    if recompute.kind != "full":
-        return [(partial(save_products, kind=recompute.kind), count)]
-    saving_input = save_input_on_host if recompute.offload else save_input
-    if recompute.method == "block":
-        first = min(recompute.num_layers, count)
+    if loop_settings.kind != "full":
+        return [(partial(save_products, kind=loop_settings.kind), count)]
+    saving_input = save_input_on_host if loop_settings.offload else save_input
+    if loop_settings.method == "block":
+        first = min(loop_settings.num_layers, count)
         loops: list[tuple[SavePolicy, int]] = [
             (saving_input, first),
             (partial(save_products, kind="none"), count - first),
         ]
         return [loop for loop in loops if loop[1]]
-    if count % recompute.group:
-        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {recompute.group}")
-    return [(saving_input, count // recompute.group)]
+    if count % loop_settings.group:
+        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {loop_settings.group}")
+    return [(saving_input, count // loop_settings.group)]
 
 
 def save_input_on_host(run: Any) -> Any:
@@ -107,13 +107,13 @@ def _run_group(run: RunLayer, x: Array, layers: LayerInputs) -> tuple[Array, Sta
     return lax.scan(save_products(run, "none"), x, layers)
 
 
-def check_offload(recompute: Recompute, platform: str) -> None:
+def check_offload(loop_settings: LayerLoopSettings, platform: str) -> None:
     """Checks that devices of `platform` have a host to offload to.
 
     Raises:
       UserError: they don't.
     """
-    if recompute.offload and platform == "cpu":
+    if loop_settings.offload and platform == "cpu":
         raise UserError(
             "recompute_offload moves layer inputs from a GPU to its host, and the mesh consists of CPUs: remove it"
         )

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim
 from mtjax.layout.weights import relative_table
-from mtjax.models.ops import normal
+from mtjax.models.ops import draw_normal
 from mtjax.sharding.axes import spec
 
 
@@ -23,7 +23,7 @@ class RelativeBias(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the table, [buckets, heads]."""
-        self.table = normal(key, relative_table(model.relative_buckets, model.num_heads), model.init_std)
+        self.table = draw_normal(key, relative_table(model.relative_buckets, model.num_heads), model.init_std)
         self.max_distance = model.relative_max_distance
 
     def __call__(self, length: int, *, is_causal: bool) -> Float[Array, "1 heads seq key_seq"]:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mtjax.models.recompute import Recompute, save_input, save_products
+from mtjax.models.layer_loop import LayerLoopSettings, save_input, save_products
 
 
-def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
+def run_alone(run: Any, loop_settings: LayerLoopSettings, *inputs: Any) -> Any:
     """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
-    saved = save_input(run) if recompute.kind == "full" else save_products(run, recompute.kind)
+    saved = save_input(run) if loop_settings.kind == "full" else save_products(run, loop_settings.kind)
     return saved(*inputs)

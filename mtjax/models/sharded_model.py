@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mtjax.models.evaluation import Evaluation
 
 Tree = Any
-Batch = dict[str, Any]
+GlobalBatch = dict[str, Any]
 """The arrays that the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
 number in the run, from which its dropout keys derive."""
 
@@ -47,11 +47,11 @@ number in the run, from which its dropout keys derive."""
 class ShardedModel:
     """A config's model on a mesh: shapes and shardings, and functions of arrays; it holds no arrays.
 
-    `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
-    type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
-    requested one; None otherwise. `sections` names the stacks of layers in their order. With `trains`, parameters are
-    sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config says so; without it, only
-    ZeRO-3 shards them.
+    `records` has the `ParamSpec` of each parameter, `logical_axes` its logical names and `abstract_parameters` its
+    shape and type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is
+    not the requested one; None otherwise. `sections` names the stacks of layers in their order. With `trains`,
+    parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config says so;
+    without it, only ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.
@@ -71,14 +71,14 @@ class ShardedModel:
         self.family = model_class(config)
         # Shapes alone: a model that fits on the mesh may not fit on one device.
         with jax.set_mesh(mesh):
-            model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
+            model = nnx.eval_shape(lambda: self._build_with_rules(jax.random.key(0)))
         self.sections = tuple((name, *section.other_stacks) for name, section in model.sections.items())
         # Parameters are pure dicts of arrays everywhere; `model` merges them with this graph.
         self._graph, self._template = nnx.split(model)
-        self.axes = logical_axes(self._template)
+        self.logical_axes = logical_axes(self._template)
         shapes = nnx.to_pure_dict(self._template)
         self.records = param_specs(
-            self.axes,
+            self.logical_axes,
             shapes,
             self.layout,
             self.mesh_shape,
@@ -150,7 +150,7 @@ class ShardedModel:
         """Names of the arrays of a batch that the model reads."""
         return tuple(self.abstract_batch())
 
-    def abstract_batch(self, global_batch_size: int | None = None) -> Batch:
+    def abstract_batch(self, global_batch_size: int | None = None) -> GlobalBatch:
         """Returns shapes, types and shardings of a batch."""
         samples = global_batch_size or self.config.training.global_batch_size
         each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
@@ -200,7 +200,7 @@ class ShardedModel:
             chunk=self.config.training.loss_chunk,
             label_smoothing=options.label_smoothing,
             z_loss=options.z_loss,
-            at_once=Plan.of(self.config, self.mesh_shape).sums_loss_at_once(self.config.model),
+            fuses_gradient=Plan.of(self.config, self.mesh_shape).fuses_loss_gradient(self.config.model),
             **output_shape(self.config.model),
         )
 
@@ -214,14 +214,14 @@ class ShardedModel:
 
     def draw(self, key: Array) -> Tree:
         """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
-        return jax.tree.map(lambda array, record: array.astype(record.dtype), self.drawn(key), self.records)
+        return jax.tree.map(lambda array, record: array.astype(record.dtype), self.draw_float32(key), self.records)
 
-    def drawn(self, key: Array) -> Tree:
+    def draw_float32(self, key: Array) -> Tree:
         """Draws parameters in float32."""
         model_key, _ = jax.random.split(key)
-        return nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        return nnx.to_pure_dict(nnx.state(self._build_with_rules(model_key)))
 
-    def _build(self, key: Array) -> LanguageModel:
+    def _build_with_rules(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
             return self.build(key)
 

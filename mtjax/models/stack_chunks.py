@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Stack, context_of_layer, run_layer
 from mtjax.models.layer_context import LayerContext, Residual, State
+from mtjax.models.layer_loop import LayerLoopSettings, loop_over_layers
 from mtjax.models.padding_layers import run_unless_padding
-from mtjax.models.recompute import Recompute, loop_over_layers
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
 
@@ -32,7 +32,7 @@ class LayerSlice(NamedTuple):
 
     numbers: Int[Array, " layers"]
     """Numbers of the layers in the model, from which their dropout keys derive; some may be `PADDING`."""
-    recompute: Recompute
+    loop_settings: LayerLoopSettings
     run: Callable[..., tuple[Array, State]] = run_layer
     """Runs one of them; arguments as of `run_layer`."""
     first: Int[Array, ""] | None = None
@@ -42,18 +42,18 @@ class LayerSlice(NamedTuple):
 def layer_slice(stack: Stack, chunk: Chunk | None) -> LayerSlice:
     """Selects the layers of a chunk; all layers of the stack when None."""
     if chunk is None:
-        return LayerSlice(jnp.asarray(stack.order.flat), stack.recompute)
+        return LayerSlice(jnp.asarray(stack.order.flat), stack.loop_settings)
     # `order.numbers` is [stages, chunks, layers of a chunk]. On a stage, parameters are stacked chunk by chunk.
     order = stack.order
     # Traced: all stages run one program, and differ in their layers' numbers.
     numbers = jnp.asarray(order.numbers)[chunk.stage, chunk.number]
     first = chunk.number * order.places if len(order.numbers[0]) > 1 else None
-    return LayerSlice(numbers, in_chunk(stack.recompute), run_padded_layer if order.is_padded else run_layer, first)
+    return LayerSlice(numbers, in_chunk(stack.loop_settings), run_padded_layer if order.is_padded else run_layer, first)
 
 
-def in_chunk(recompute: Recompute) -> Recompute:
+def in_chunk(loop_settings: LayerLoopSettings) -> LayerLoopSettings:
     """Returns the policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
-    return Recompute() if recompute.kind == "full" else recompute
+    return LayerLoopSettings() if loop_settings.kind == "full" else loop_settings
 
 
 def run_chunk(stack: Stack, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
@@ -61,7 +61,7 @@ def run_chunk(stack: Stack, x: Residual, context: LayerContext, chunk: Chunk | N
     here = layer_slice(stack, chunk)
     with jax.named_scope("layers"):
         layers = LayerInputs(stack.layers, here.numbers)
-        return loop_over_layers(partial(here.run, context), layers, here.recompute, here.first)(x)
+        return loop_over_layers(partial(here.run, context), layers, here.loop_settings, here.first)(x)
 
 
 def scatter_counts(

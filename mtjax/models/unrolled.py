@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.recompute import Recompute, RunLayer, States, loops_of, traced_layer
+from mtjax.models.layer_loop import LayerLoopSettings, RunLayer, States, loops_of, traced_layer
 from mtjax.models.recompute_in_order import gradients_in_turn, run_in_order
 from mtjax.sharding.param_comm import LayerInputs, ShardedParam
 
@@ -25,26 +25,28 @@ def unrolled_layers(layers: Any) -> Iterator[None]:
         traced_layer.reset(token)
 
 
-def run_unrolled(run: RunLayer, recompute: Recompute, inputs: LayerInputs, x: Array) -> tuple[Array, States]:
+def run_unrolled(
+    run: RunLayer, loop_settings: LayerLoopSettings, inputs: LayerInputs, x: Array
+) -> tuple[Array, States]:
     """Runs layers without a loop, so that residuals are not copied into stacks.
 
     Args:
       run: one layer.
-      recompute: what each saves for its backward pass.
+      loop_settings: what each saves for its backward pass.
       inputs: of the layers; the parameters are a list of each one's.
       x: input of the first layer, [batch, act_seq, embed].
     """
     layers, numbers, states = inputs
     each = [jax.tree.map(lambda a, i=i: a[i], states) for i in range(len(layers))]
-    loops, after = loops_of(len(layers), recompute), []
+    loops, after = loops_of(len(layers), loop_settings), []
     # The first layers: those that recompute from their inputs run by `run_in_order`, which orders their backward
     # passes.
-    from_input = _saving_input(recompute, len(layers))
+    from_input = _saving_input(loop_settings, len(layers))
     with unrolled_layers(layers):
         if from_input:
             variants = [variant for loop in loops for variant in [loop.variant(run)] * loop.times]
             x, after = run_in_order(variants, loops[0].saving, x, layers[:from_input], numbers, each)
-        run = gradients_in_turn(run) if recompute.in_turn else run
+        run = gradients_in_turn(run) if loop_settings.in_turn else run
         runs = [wrapped for loop in loops for wrapped in [loop.wrap(run)] * loop.times]
         for i in range(from_input, len(layers)):
             x, state = runs[i](x, LayerInputs(layers[i], numbers[i], each[i]))
@@ -52,8 +54,8 @@ def run_unrolled(run: RunLayer, recompute: Recompute, inputs: LayerInputs, x: Ar
     return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 
 
-def _saving_input(recompute: Recompute, count: int) -> int:
+def _saving_input(loop_settings: LayerLoopSettings, count: int) -> int:
     """Returns how many of `count` layers save their input only: the first ones."""
-    if recompute.kind != "full":
+    if loop_settings.kind != "full":
         return 0
-    return min(recompute.num_layers, count) if recompute.method == "block" else count
+    return min(loop_settings.num_layers, count) if loop_settings.method == "block" else count

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from mtjax.sharding.axes import PartitionSpec, explicit_axes, map_ranks
+from mtjax.sharding.axes import PartitionSpec, map_ranks, non_manual_axes
 
 T = TypeVar("T")
 
@@ -50,12 +50,12 @@ mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimizati
 
 def is_tensor_parallel() -> bool:
     """Returns whether several ranks share what is computed here, over axes that are not manual."""
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes()) > 1
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in non_manual_axes()) > 1
 
 
 def of_ranks(function: Callable[..., Array], out_spec: PartitionSpec, *arrays: Array) -> Array:
     """Calls a function of each rank's shards."""
-    if not explicit_axes():
+    if not non_manual_axes():
         return function(*arrays)
     return map_ranks(function, tuple(jax.typeof(a).sharding.spec for a in arrays), out_spec)(*arrays)
 

@@ -119,7 +119,7 @@ def width_is_sharded() -> bool:
     return bool(_in_force.get().act_embed)
 
 
-def explicit_axes() -> frozenset[str]:
+def non_manual_axes() -> frozenset[str]:
     """Returns the mesh axes that are not manual here: those that a nested `shard_map` can make manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
@@ -127,14 +127,14 @@ def explicit_axes() -> frozenset[str]:
 
 def explicit_only(partition: PartitionSpec) -> PartitionSpec:
     """Removes from `partition` the axes that are manual here, along which each rank sees only its shard."""
-    return only_axes(partition, tuple(explicit_axes()))
+    return only_axes(partition, tuple(non_manual_axes()))
 
 
 def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
     # Autodiff of a `shard_map` inside the manual region does not lower: call this inside the forward or the backward
     # function of a `custom_vjp`, or where nothing is differentiated.
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(body, axis_names=set(non_manual_axes()), in_specs=in_specs, out_specs=out_specs)
 
 
 def fully_manual(body: Callable[[jax.Array], jax.Array], partition: PartitionSpec) -> Callable[[jax.Array], jax.Array]:

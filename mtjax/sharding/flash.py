@@ -159,8 +159,8 @@ def either(scope: str, is_first: Array, *arguments: Any) -> Any:
 
 def flash_attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups value_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     names: tuple[str, str],
     kernel: FlashKernel,
     more: Any = None,
@@ -170,7 +170,7 @@ def flash_attention(
     """Computes softmax attention without materializing the probabilities.
 
     Args:
-      query: 16 bits for cuDNN; heads / groups consecutive query heads share a key and a value head.
+      query: 16 bits for cuDNN; heads / kv_heads consecutive query heads share a key and a value head.
       key: keys.
       value: values.
       names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].

@@ -64,13 +64,13 @@ class Float8Reduction(Reduction):
             # The float32 shard stays: the gradient is that of the master weight.
             return replace(wrapped, gather_dtype=jnp.dtype(E4M3).name, cast=(pair.values,))
         if isinstance(wrapped, ReplicatedParam):
-            full = wrapped.array
+            full = wrapped.parameter
             if isinstance(full, ShardedParam):
-                return replace(wrapped, array=self._quantized(record, pair, full))
-            return replace(wrapped, array=QuantizedWeight(pair.values, full.dtype.name))
+                return replace(wrapped, parameter=self._quantized(record, pair, full))
+            return replace(wrapped, parameter=QuantizedWeight(pair.values, full.dtype.name))
         zeros = zeros_like_reduced(wrapped.shape, wrapped, record, NO_REDUCTION)
         weight = QuantizedWeight(pair.values, wrapped.dtype.name)
-        return ReplicatedParam(weight, zeros, spec(*record.layer_axes), NO_REDUCTION)
+        return ReplicatedParam(weight, zeros, spec(*record.layer_logical_axes), NO_REDUCTION)
 
 
 def _of_all_layers(record: ParamSpec, pair: MasterAndValues) -> MasterAndValues:
@@ -78,4 +78,6 @@ def _of_all_layers(record: ParamSpec, pair: MasterAndValues) -> MasterAndValues:
     if record.gather_dtype is None or record.is_sharded_within_layers:
         return pair
     kind = jnp.dtype(E4M3).name
-    return replace(pair, values=gather(ShardedParam(pair.values, record.axes, record.grad_reduction, kind, kind)))
+    return replace(
+        pair, values=gather(ShardedParam(pair.values, record.logical_axes, record.grad_reduction, kind, kind))
+    )

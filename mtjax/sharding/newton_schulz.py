@@ -36,7 +36,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
     Returns:
       Of the shape, type and sharding of `momentum`.
     """
-    matrices = matrices_of(record.axes)
+    matrices = matrices_of(record.logical_axes)
     assert matrices is not None, record.name
     spec = record.storage_spec
 

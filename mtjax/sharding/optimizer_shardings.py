@@ -39,5 +39,5 @@ def _spec(record: ParamSpec, array: str, states: OptimizerStates, shape: tuple[i
     """Returns the partition of a state array of a parameter."""
     if shape == record.shape:
         return record.storage_spec
-    dims = kept_arrays(states, record.axes, record.shape)[array]
+    dims = kept_arrays(states, record.logical_axes, record.shape)[array]
     return PartitionSpec(*(record.storage_spec[dim] for dim in dims))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec
+from mtjax.sharding.axes import explicit_only, fully_manual, non_manual_axes, psum_varying, spec
 
 Tree = Any
 T = TypeVar("T")
@@ -58,21 +58,25 @@ class WrappedParam:
         return replace(self, shard=shard)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @property
-    def communicated(self) -> "ShardedParam | ReplicatedParam | None":
+    def communicates_as(self) -> "ShardedParam | ReplicatedParam | None":
         """Itself, if ranks communicate for it."""
         return self  # pyright: ignore[reportReturnType]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parameter", "shard"],
+    meta_fields=["compute_spec", "reduction", "dtype"],
+)
 @dataclass(frozen=True)
 class ReplicatedParam(WrappedParam):
     """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`."""
 
-    array: Any
+    parameter: Any
     """The parameter, perhaps a `QuantizedWeight`, or the `ShardedParam` from which it is gathered once per step."""
     shard: Any
     """float32 zeros in the shape of the reduced gradient, to differentiate by."""
-    spec: PartitionSpec
+    compute_spec: PartitionSpec
     """Of the parameter where it is used, without the leading `layers`."""
     reduction: GradReduction
     """Likewise; it may have no axes, for a parameter in the compute type, whose gradient is only cast to float32."""
@@ -81,14 +85,14 @@ class ReplicatedParam(WrappedParam):
 
     def used(self) -> Any:
         """See `WrappedParam.used`; its gradient is reduced."""
-        if not isinstance(self.array, Array):
-            return self.array.reduced(partial(_reduce_grad, self.spec, self.reduction), self.shard)
-        array = self.array if self.dtype is None else self.array.astype(self.dtype)
-        return _reduce_grad(self.spec, self.reduction, array, self.shard)
+        if not isinstance(self.parameter, Array):
+            return self.parameter.reduced(partial(_reduce_grad, self.compute_spec, self.reduction), self.shard)
+        array = self.parameter if self.dtype is None else self.parameter.astype(self.dtype)
+        return _reduce_grad(self.compute_spec, self.reduction, array, self.shard)
 
     @property
-    def communicated(self) -> "ReplicatedParam | None":
-        """See `WrappedParam.communicated`."""
+    def communicates_as(self) -> "ReplicatedParam | None":
+        """See `WrappedParam.communicates_as`."""
         return self if self.reduction.axes else None
 
 
@@ -130,7 +134,7 @@ class ShardedParam(WrappedParam):
 
     def used(self) -> Any:
         """See `WrappedParam.used`; it is all-gathered."""
-        if explicit_axes().issuperset(self.reduction.shard_axes):
+        if non_manual_axes().issuperset(self.reduction.shard_axes):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(self.sent.astype(self.gather_dtype), spec(*self.names)).astype(self.dtype)
         return self.with_gathered(gather(self)).used() if self.is_quantized else gather(self)
@@ -156,7 +160,7 @@ def is_wrapped(x: Any) -> bool:
 
 def communicated(leaf: Any) -> "ShardedParam | ReplicatedParam | None":
     """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    return leaf.communicated if is_wrapped(leaf) else None
+    return leaf.communicates_as if is_wrapped(leaf) else None
 
 
 def materialize(module: T) -> T:
@@ -202,7 +206,10 @@ def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
     """
     dtype = how.gather_dtype if how.is_quantized else how.dtype
     with jax.named_scope("parameters"):
-        full = [fully_manual(lambda a: gathered(how, a).astype(dtype), spec(*how.names))(a) for a in cast or (shard,)]
+        full = [
+            fully_manual(lambda a: all_gather_manual(how, a).astype(dtype), spec(*how.names))(a)
+            for a in cast or (shard,)
+        ]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
         return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
@@ -224,7 +231,7 @@ def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Ar
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def gathered(how: ShardedParam, shard: Array) -> Array:
+def all_gather_manual(how: ShardedParam, shard: Array) -> Array:
     """All-gathers a shard in `gather_dtype`, with all axes manual."""
     # XLA: the operand's layout, sharded dimension outermost, would spread to the stack: a transposed copy of all of it.
     sent = row_major(shard).astype(how.gather_dtype)

@@ -32,7 +32,7 @@ class ParamSpec:
 
     name: str
     """Dotted, such as `stack.layers.mlp.up.weight`."""
-    axes: tuple[str, ...]
+    logical_axes: tuple[str, ...]
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
     is_matrix: bool
@@ -52,11 +52,11 @@ class ParamSpec:
     see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
     gather_dtype: str | None
     """Type in which it is gathered; None where ZeRO does not shard it."""
-    is_of_every_tick: bool
+    is_read_every_tick: bool
     """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2 and 3
     gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
     is_gathered_per_step: bool
-    """Whether it is gathered once per step: by ZeRO-1 and 2, and by ZeRO-3 if `is_of_every_tick`."""
+    """Whether it is gathered once per step: by ZeRO-1 and 2, and by ZeRO-3 if `is_read_every_tick`."""
     is_trainable: bool
     """Whether it is trained; a frozen parameter has no gradient and no moments."""
     dtype: str = "float32"
@@ -65,7 +65,7 @@ class ParamSpec:
     @property
     def is_stacked(self) -> bool:
         """Whether it holds all layers of a stack, along its first dimension."""
-        return self.axes[:1] == (LAYERS,)
+        return self.logical_axes[:1] == (LAYERS,)
 
     @property
     def is_zero_sharded(self) -> bool:
@@ -78,9 +78,9 @@ class ParamSpec:
         return self.is_stacked and self.grad_reduction.dim > 0
 
     @property
-    def layer_axes(self) -> tuple[str, ...]:
+    def layer_logical_axes(self) -> tuple[str, ...]:
         """Logical names of the dimensions where it is used: those of one layer when it is stacked."""
-        return self.axes[self.is_stacked :]
+        return self.logical_axes[self.is_stacked :]
 
     @property
     def layer_grad_reduction(self) -> GradReduction:
@@ -131,10 +131,10 @@ def param_specs(
         compute_spec, shards = partition_spec(layout.rules, names), mesh.degree(zero_axes)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
-        is_of_every_tick = bool(deferred) and name.startswith(BLOCK)
+        is_read_every_tick = bool(deferred) and name.startswith(BLOCK)
         return ParamSpec(
             name=name,
-            axes=names,
+            logical_axes=names,
             shape=tuple(array.shape),
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
@@ -143,8 +143,8 @@ def param_specs(
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
-            is_of_every_tick=is_of_every_tick,
-            is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or is_of_every_tick),
+            is_read_every_tick=is_read_every_tick,
+            is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or is_read_every_tick),
             is_trainable=trainable,
             dtype=master_dtype if trainable and is_narrow else "float32",
         )

@@ -38,8 +38,8 @@ class NoGrad(WrappedParam):
         return self
 
     @property
-    def communicated(self) -> ShardedParam | ReplicatedParam | None:
-        """See `WrappedParam.communicated`."""
+    def communicates_as(self) -> ShardedParam | ReplicatedParam | None:
+        """See `WrappedParam.communicates_as`."""
         return communicated(self.parameter)
 
 

@@ -108,7 +108,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str, *, is_float8: bool = Fals
         # Each layer's gradient is reduced, or cast, as soon as its backward pass has computed it.
         if isinstance(stack, ReplicatedParam):
             shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
-            return replace(stack, array=take(stack.array, i), shard=shard)
+            return replace(stack, parameter=take(stack.parameter, i), shard=shard)
         # The full array is read by the layer; the shard receives the reduce-scattered gradient.
         if isinstance(stack, ShardedParam) and stack.keep_for_backward:
             kept = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)

@@ -184,7 +184,7 @@ class LossOptions(OutputOptions):
     """Fraction of the target that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2."""
-    at_once: bool = field(default=False, kw_only=True)
+    fuses_gradient: bool = field(default=False, kw_only=True)
     """Whether a decoder's gradients are computed with its loss (`mtjax.sharding.vocab_weighted`)."""
     temperature: float = 1.0
     """Divisor of the logits in distillation (`mtjax.sharding.distillation`)."""

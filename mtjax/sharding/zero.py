@@ -25,7 +25,7 @@ from mtjax.sharding.param_comm import (
     GradReduction,
     ReplicatedParam,
     ShardedParam,
-    gathered,
+    all_gather_manual,
     index_layer,
     is_wrapped,
     materialize,
@@ -69,15 +69,15 @@ class Reduction:
             """Wraps one parameter."""
             # ZeRO-3: gathered for each use, its gradient reduce-scattered.
             if record.gather_dtype is not None and not record.is_gathered_per_step:
-                return gather_on_use(record, array)
+                return wrap_gathered_on_use(record, array)
             is_kept = record.is_gathered_per_step and record.is_sharded_within_layers
             if is_kept and self.num_microbatches == self.stages == 1:
                 # ZeRO-1 and 2, one microbatch: gathered once for both passes, overlapped with the layers before
                 # (`mtjax.sharding.prefetch`).
-                return gather_on_use(record, array, keep_for_backward=True)
+                return wrap_gathered_on_use(record, array, keep_for_backward=True)
             # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches (`gather_for_step`). Without ZeRO: the
             # parameter itself.
-            full = wrap_for_step(record, array) if record.is_gathered_per_step else array
+            full = wrap_or_gather_for_step(record, array) if record.is_gathered_per_step else array
             # Master weights in the compute type: outside stacks consumers read float32, as of float32 ones.
             dtype = None if record.is_stacked or record.dtype == "float32" else "float32"
             shape, reduction, in_layer = array.shape, record.grad_reduction, record.layer_grad_reduction
@@ -90,7 +90,7 @@ class Reduction:
             # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so the
             # function is differentiated by zeros of that shape, not by the parameter.
             zeros = zeros_like_reduced(shape, array, record, reduction)
-            return ReplicatedParam(full, zeros, spec(*record.layer_axes), in_layer, dtype)
+            return ReplicatedParam(full, zeros, spec(*record.layer_logical_axes), in_layer, dtype)
 
         return jax.tree.map(one, self.records, parameters)
 
@@ -98,7 +98,7 @@ class Reduction:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
         # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
-        if self.zero >= 2 and not record.is_of_every_tick:
+        if self.zero >= 2 and not record.is_read_every_tick:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
         inside = inside and not record.grad_reduction.is_maximum
@@ -159,20 +159,20 @@ def gather_for_inference(records: Tree, parameters: Tree) -> Tree:
 def wrap_for_inference(records: Tree, parameters: Tree) -> Tree:
     """Wraps sharded parameters, without gradients, in `ShardedParam`; `materialize` gathers them."""
     return jax.tree.map(
-        lambda r, array: array if r.gather_dtype is None else gather_on_use(r, array), records, parameters
+        lambda r, array: array if r.gather_dtype is None else wrap_gathered_on_use(r, array), records, parameters
     )
 
 
-def gather_on_use(record: ParamSpec, shard: Array, keep_for_backward: bool = False) -> ShardedParam | Array:
+def wrap_gathered_on_use(record: ParamSpec, shard: Array, keep_for_backward: bool = False) -> ShardedParam | Array:
     """Wraps a parameter's shard, [layers, ...] for one of a stack, so that it is gathered where it is used: for each
     pass, or once for both. Where ranks hold different layers, returns the gathered stack instead."""
     assert record.gather_dtype is not None
     if record.is_stacked and not record.is_sharded_within_layers:
         # Each use would need all of these shards.
-        return _gather_all_layers(record, shard)
+        return _gather_stack(record, shard)
     # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
     dtypes = record.gather_dtype, record.gather_dtype if record.is_stacked else "float32"
-    how = record.layer_axes, record.layer_grad_reduction, *dtypes, keep_for_backward
+    how = record.layer_logical_axes, record.layer_grad_reduction, *dtypes, keep_for_backward
     return _as_stored(record, ShardedParam(shard, *how))
 
 
@@ -185,23 +185,23 @@ def _as_stored(record: ParamSpec, parameter: ShardedParam) -> ShardedParam:
     return narrow_shard(parameter)
 
 
-def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
+def wrap_or_gather_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     """Gathers a sharded parameter for all microbatches of a step; layers' matrices stay wrapped, for
     `gather_for_step` or `unstack`."""
     # Vectors (norms, biases) are small: one collective for all layers costs less than one per layer.
     if record.is_stacked and not record.is_matrix:
-        return _gather_all_layers(record, shard)
-    parameter = gather_on_use(record, shard)
+        return _gather_stack(record, shard)
+    parameter = wrap_gathered_on_use(record, shard)
     if record.is_stacked or not isinstance(parameter, ShardedParam):
         return parameter
     # Outside stacks there is no loop to gather in: once, here. Narrow master weights are cast where they are used.
     return materialize(parameter if record.dtype == "float32" else replace(parameter, dtype=parameter.gather_dtype))
 
 
-def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
+def _gather_stack(record: ParamSpec, shard: Array) -> Array:
     """Gathers a stack in one collective."""
     assert record.gather_dtype is not None
-    whole = ShardedParam(shard, record.axes, record.grad_reduction, record.gather_dtype, record.gather_dtype)
+    whole = ShardedParam(shard, record.logical_axes, record.grad_reduction, record.gather_dtype, record.gather_dtype)
     return materialize(_as_stored(record, whole))  # pyright: ignore[reportReturnType]
 
 
@@ -219,7 +219,7 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     leaf_records = jax.tree.leaves(records)
     stacks = sharded_stacks(leaf_records)
-    inner = [leaf.array if isinstance(leaf, ReplicatedParam) else leaf for leaf in leaves]
+    inner = [leaf.parameter if isinstance(leaf, ReplicatedParam) else leaf for leaf in leaves]
     pending = {
         i: p
         for i, (p, record) in enumerate(zip(inner, leaf_records, strict=True))
@@ -231,7 +231,7 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
         if here := [i for i in members if i in pending]:
             for i, array in zip(here, gather_layers([pending[i] for i in here]), strict=True):
                 full = pending[i].in_full(array)
-                leaves[i] = replace(leaves[i], array=full) if isinstance(leaves[i], ReplicatedParam) else full
+                leaves[i] = replace(leaves[i], parameter=full) if isinstance(leaves[i], ReplicatedParam) else full
     for i in set(pending).difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
@@ -271,7 +271,7 @@ def gather_layer(like: ShardedParam) -> Array:
     """All-gathers one layer's parameter, in row-major memory layout; `like` has no leading `layers`."""
     # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
     # with explicit axes makes the partitioner gather it, so all are manual.
-    return fully_manual(lambda a: row_major(gathered(like, a)), spec(*like.names))(like.sent)
+    return fully_manual(lambda a: row_major(all_gather_manual(like, a)), spec(*like.names))(like.sent)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:

@@ -17,7 +17,7 @@ from mtjax.config.sizes import num_outputs, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.families.gpt.distilled import DistilledTrunkPipeline
 from mtjax.layout.layouts import Layout
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.sharding.param_specs import of_dimensions, param_specs, partition_specs, shardings, with_sharding
 from mtjax.train.step import LossInputs, TrainStep
@@ -50,7 +50,7 @@ class Distilled(TrainStep):
         self._region = dataclasses.replace(self.step_region, records={**self.step_region.records, **records})
         self._table_shardings = shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
-    def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
+    def abstract_step_batch(self, global_batch_size: int | None = None) -> GlobalBatch:
         """Returns the abstract batch of data, the teacher's outputs for it, and the teacher's output table."""
         model = self.config.model
         outputs = {"spans": (model.sequence_length, 2)}.get(model.head, (num_outputs(model),))
@@ -63,14 +63,14 @@ class Distilled(TrainStep):
         tables = with_sharding(self._tables, self._table_shardings)
         return {**batch, TEACHER: with_sharding(array, sharding), **tables}
 
-    def loss_weights(self, batch: Batch) -> dict[str, Array]:
+    def loss_weights(self, batch: GlobalBatch) -> dict[str, Array]:
         """Returns the weights of the values of both losses: 1 - teacher_weight of the labels', teacher_weight of the
         teacher's."""
         (weights,), share = super().loss_weights(batch).values(), self.config.finetuning.teacher_weight
         return {HARD: (1 - share) * weights, SOFT: share * weights}
 
     def gradients(
-        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+        self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
         """Traces the forward and backward pass as `TrainStep.gradients` does; the two losses by name are unweighted.
 
@@ -86,7 +86,7 @@ class Distilled(TrainStep):
         unweighted = {name: parts[name] / share for name, share in shares.items() if share}
         return loss, {**of_tokens, **unweighted, **routed}, gradients
 
-    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+    def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """Returns the student model, and the teacher's output table if the loss needs it."""
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)

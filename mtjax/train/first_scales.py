@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.train_state import State
 from mtjax.train.observability.start_timer import SCALES
 from mtjax.train.observability.step_clock import StepClock
@@ -17,7 +17,7 @@ class FirstScales:
         self._program, self._say, self._clock = program, say, clock
         self._is_due = program.config.training.fp8 == "delayed"
 
-    def __call__(self, state: State, batch: Batch, step: int = 1) -> State:
+    def __call__(self, state: State, batch: GlobalBatch, step: int = 1) -> State:
         """Returns the state for a step with this batch; `step` is its number."""
         if not self._is_due:
             return state

@@ -17,7 +17,7 @@ from mtjax.layout.float8 import check_float8_gpu
 from mtjax.layout.layouts import Layout
 from mtjax.models.evaluation import Evaluation
 from mtjax.models.float8 import UNSEEN
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.float8 import E4M3
@@ -84,7 +84,7 @@ class Float8Step(TrainStep):
         return _Fitted(self) if self.config.optimizer.optimizer == "schedule-free" else Evaluation(self)
 
     def gradients(
-        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+        self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
         """See `TrainStep.gradients`; before, quantizes the weights, for all microbatches and passes."""
         return super().gradients(self._with_quantized(parameters), batch, key, scale)
@@ -98,7 +98,7 @@ class Float8Step(TrainStep):
         return _quantize_weights(self.records, parameters, training.compute_dtype)
 
     def apply_gradients(
-        self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`; then updates scales, unless the step is skipped."""
         weights, counts = split(gradients)
@@ -121,7 +121,7 @@ class Float8Step(TrainStep):
         """See `TrainStep.is_update`; a step whose number is inverted (`~`) only finds scales."""
         return state.step >= 0
 
-    def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
+    def with_first_scales(self, state: State, batch: GlobalBatch) -> tuple[State, str | None]:
         """Finds the scales of delayed scaling with a batch, if no step has found any; nothing else changes.
 
         Returns:
@@ -171,7 +171,7 @@ class Float8Step(TrainStep):
 class _Fitted(Evaluation):
     """An evaluation that fits the scales to the weights it is given, not to the point of schedule-free's gradients."""
 
-    def _losses(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+    def _losses(self, parameters: Tree, batch: GlobalBatch) -> dict[str, tuple[Array, Array]]:
         states = split(parameters)[1]
         return super()._losses(merge(parameters, _fitted(states, parameters)), batch)
 

@@ -15,7 +15,7 @@ from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
-from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.models.sharded_model import GlobalBatch, ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.runtime.processes.notes import say_notes
@@ -69,7 +69,7 @@ class RunData:
         temporary.replace(target)
 
 
-TeacherTargets = Callable[[Batch], Batch]
+TeacherTargets = Callable[[GlobalBatch], GlobalBatch]
 """Maps a batch of data to the inputs of a step (`TrainStep.abstract_step_batch`)."""
 
 

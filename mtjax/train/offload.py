@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from mtjax.layout.layouts import gathers_in_compute_dtype
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.host_memory import PINNED, AbsentHost, on_device
 from mtjax.sharding.param_specs import ParamSpec
@@ -89,7 +89,7 @@ class OffloadedStep(TrainStep):
             copies = narrow_copies(self.optimized(self._narrow(self.records)), trainable)
         return self.with_optimized(state.parameters, copies)
 
-    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+    def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """See `TrainStep.loss_inputs`."""
         inputs = super().loss_inputs(parameters, batch)
         if not self.moves_parameters:
@@ -120,7 +120,7 @@ def _pinned(sharding: NamedSharding) -> NamedSharding:
 
 def narrow_record(record: ParamSpec, dtype: str) -> ParamSpec:
     """Returns the record of a trained parameter's copy: of matrices that products read in the compute dtype, in it."""
-    is_narrow = record.is_trainable and gathers_in_compute_dtype(record.axes)
+    is_narrow = record.is_trainable and gathers_in_compute_dtype(record.logical_axes)
     return replace(record, dtype=dtype) if is_narrow else record
 
 

@@ -27,9 +27,9 @@ from mtjax.layout.stages import PLAIN, Orders
 from mtjax.sharding.axes import min_and_sum_over_shards, shard_like_rows
 
 Tree = Any
-Numbers = Callable[[str], Sequence[int]]
+LayerNumbersOf = Callable[[str], Sequence[int]]
 """Maps the dotted name of a stacked array to the indices of its layers."""
-GOOD = -1
+ALL_FINITE = -1
 """The index in the place of that of the first tensor that is not finite, if everything is finite."""
 Ratio = jax.Array
 """Fraction of a phase that is over, 0 to 1."""
@@ -96,7 +96,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
             b2=options.beta2,
             eps=options.epsilon,
             # Biases and norms are not decayed.
-            mask=jax.tree.map(lambda record: is_decayed(record.axes), records),
+            mask=jax.tree.map(lambda record: is_decayed(record.logical_axes), records),
         )
     else:
         from mtjax.train.optimizers import make_rule
@@ -145,12 +145,12 @@ def norm_and_first_bad(
     scalar: Array,
     values: Tree,
     records: Tree,
-    numbers_of: Numbers,
+    numbers_of: LayerNumbersOf,
     unrolled: bool = False,
     norm_may_overflow: bool = False,
 ) -> tuple[Array, Array]:
     """Returns the norm of all values, float32, and the index of the first tensor that is not finite, int32, in the
-    order of the backward pass (`skipped_steps.tensors`), `GOOD` when everything is finite; both are replicated.
+    order of the backward pass (`skipped_steps.tensors`), `ALL_FINITE` when everything is finite; both are replicated.
 
     A tensor counts as finite if the sum of squares of each device's shard is finite.
 
@@ -182,7 +182,7 @@ def norm_and_first_bad(
     norm = jnp.sqrt(total)
     scalar = scalar if norm_may_overflow else scalar + norm
     is_finite = (first == len(in_tree_order)) & jnp.isfinite(scalar)
-    return norm, jnp.where(is_finite, GOOD, first).astype(jnp.int32)
+    return norm, jnp.where(is_finite, ALL_FINITE, first).astype(jnp.int32)
 
 
 def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
@@ -193,7 +193,7 @@ def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
     return jnp.stack([jnp.square(stack[i]).sum() for i in range(stack.shape[0])])
 
 
-def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[CheckedTensor]:
+def tensors_in_tree_order(records: Tree, numbers_of: LayerNumbersOf) -> list[CheckedTensor]:
     """Lists the tensors of a model in the order of its parameters."""
     named: list[CheckedTensor] = []
     for record in jax.tree.leaves(records):

@@ -40,7 +40,7 @@ def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) 
     """
     options = config.optimizer
     learning_rate = make_learning_rate(options, config.training.steps)
-    mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
+    mask = jax.tree.map(lambda record: is_decayed(record.logical_axes), records)
     # It applies weight decay and learning rate itself, as its average needs the resulting step.
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, learning_rate, mask, weight_decay))
@@ -74,7 +74,7 @@ class AdafactorState(NamedTuple):
 def _adafactor(config: Config, records: Tree) -> optax.GradientTransformation:
     """Builds Adafactor without momentum, whose updates have an RMS of at most 1 in each layer's parameter."""
     every, structure = jax.tree.flatten(records)
-    dimensions = [factored_dimensions(record.axes, record.shape) for record in every]
+    dimensions = [factored_dimensions(record.logical_axes, record.shape) for record in every]
 
     def init(params: Tree) -> AdafactorState:
         leaves = jax.tree.leaves(params)
@@ -121,7 +121,7 @@ def _factored(
         row_factor = (rows / rows.mean(own, keepdims=True)) ** -0.5
         update = gradient * jnp.expand_dims(row_factor, largest) * jnp.expand_dims(columns**-0.5, second)
     # Each layer is clipped by itself, as if it were no stack.
-    of_layer = tuple(range(int(record.axes[:1] == (LAYERS,)), gradient.ndim))
+    of_layer = tuple(range(int(record.logical_axes[:1] == (LAYERS,)), gradient.ndim))
     rms = jnp.sqrt(jnp.square(update).mean(of_layer, keepdims=True))
     return update / jnp.maximum(1.0, rms / CLIPPED_RMS), rows, columns, full
 
@@ -141,7 +141,7 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
     """
     options, every = config.optimizer, jax.tree.leaves(records)
     structure = jax.tree.structure(records)
-    is_muon = [matrices_of(record.axes) is not None for record in every]
+    is_muon = [matrices_of(record.logical_axes) is not None for record in every]
     dtype = optimizer_states(config).newton_schulz
 
     def init(params: Tree) -> MuonState:
@@ -159,7 +159,7 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
         mu = _average(g, mu, beta)
         # Nesterov: the momentum after the next step, with each part's bias corrected by its own number of steps.
         ahead = beta * (mu / (1 - beta ** (count + 1))) + (1 - beta) * (g / (1 - beta**count))
-        _, rows, columns = matrices_of(record.axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
+        _, rows, columns = matrices_of(record.logical_axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
         # The elements of an orthogonal matrix have an RMS of max(rows, columns)^-0.5.
         return orthogonalize(ahead, record, dtype) * (CONSISTENT_RMS * max(rows, columns) ** 0.5), mu, nu
 

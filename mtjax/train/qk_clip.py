@@ -25,7 +25,7 @@ from mtjax.models.largest_scores import (
     with_observers,
     without_observers,
 )
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.factors import sharded_by_rows, times_factors
 from mtjax.train.step import LossInputs, TrainStep
@@ -42,8 +42,8 @@ class QKClipStep(TrainStep):
     def bind_records(self) -> None:
         """See `ShardedModel.bind_records`: the region of a step has the zeros; states and other readers have none."""
         super().bind_records()
-        trees = self.axes, self.abstract_parameters, self.records
-        self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
+        trees = self.logical_axes, self.abstract_parameters, self.records
+        self.logical_axes, self.abstract_parameters, self.records = map(without_observers, trees)
         # `step_region` keeps them: only a step's gradients have them.
         self.region = dataclasses.replace(self.region, records=self.records)
 
@@ -53,9 +53,9 @@ class QKClipStep(TrainStep):
         observe_scores(model, self.config.model.num_heads)
         return model
 
-    def drawn(self, key: Array) -> Tree:
-        """See `ShardedModel.drawn`."""
-        return without_observers(super().drawn(key))
+    def draw_float32(self, key: Array) -> Tree:
+        """See `ShardedModel.draw_float32`."""
+        return without_observers(super().draw_float32(key))
 
     def model(self, parameters: Tree) -> LanguageModel:
         """See `ShardedModel.model`."""
@@ -63,12 +63,12 @@ class QKClipStep(TrainStep):
         observe_given(model, parameters)
         return model
 
-    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+    def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """See `TrainStep.loss_inputs`."""
         return super().loss_inputs(with_observers(self.step_region.records, parameters), batch)
 
     def gradients(
-        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+        self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Any], Tree]:
         """See `TrainStep.gradients`; the largest scores are among the losses by name."""
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
@@ -79,7 +79,7 @@ class QKClipStep(TrainStep):
         return loss, {**parts, LARGEST_SCORES: largest}, without_observers(gradients)
 
     def apply_gradients(
-        self, state: State, batch: Batch, loss: Array, parts: dict[str, Any], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Any], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`."""
         # The scores of all heads are not logged: their largest is.

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.optimizer import GOOD, CheckedTensor, Numbers, backwards, norm_and_first_bad, tensors_in_tree_order
+from mtjax.train.optimizer import (
+    ALL_FINITE,
+    CheckedTensor,
+    LayerNumbersOf,
+    backwards,
+    norm_and_first_bad,
+    tensors_in_tree_order,
+)
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -79,7 +86,7 @@ class NonfiniteSteps:
         fetched = jax.device_get([results for _, _, results in waiting])
         for (step, samples, _), results in zip(waiting, fetched, strict=True):
             index, loss = int(results["first_bad"]), float(results["loss"])
-            if index == GOOD:
+            if index == ALL_FINITE:
                 self.in_a_row = []
             # Overflows of float16 are not failures while the dynamic loss scale can shrink: that is how it is found.
             elif not self._is_scaling(loss, results.get("loss_scale")):
@@ -97,7 +104,7 @@ class NonfiniteSteps:
         return math.isfinite(loss) and float(scale) > self.training.min_loss_scale
 
 
-def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[CheckedTensor]:
+def tensors(records: Tree, numbers_of: LayerNumbersOf = lambda _: ()) -> list[CheckedTensor]:
     """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
 
     Layers come from the last to the first, then the parameters outside of layers.
@@ -117,7 +124,7 @@ def tensors_of(program: TrainStep) -> list[CheckedTensor]:
     return tensors(program.trainable_records, program.layer_numbers)
 
 
-def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
+def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: LayerNumbersOf = lambda _: ()) -> Array:
     """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
     return norm_and_first_bad(scalar, values, records, numbers_of, norm_may_overflow=True)[1]
 
@@ -130,4 +137,4 @@ def bad_parameter(program: TrainStep, parameters: Tree) -> CheckedTensor | None:
         return first_bad(jnp.zeros(()), bad, program.trainable_records, program.layer_numbers)
 
     index = int(program.on_mesh(jax.jit(find), parameters))
-    return None if index == GOOD else tensors_of(program)[index]
+    return None if index == ALL_FINITE else tensors_of(program)[index]

@@ -17,14 +17,14 @@ from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.language_model import TrunkLosses
-from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.models.sharded_model import GlobalBatch, ShardedModel
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import ManualRegion, distributed_gradients, total_loss
 from mtjax.sharding.param_specs import partition_specs, replicated, shardings, trained, with_sharding
 from mtjax.sharding.zero import Reduction
-from mtjax.train.optimizer import GOOD, make_learning_rate, make_optimizer, norm_and_first_bad
+from mtjax.train.optimizer import ALL_FINITE, make_learning_rate, make_optimizer, norm_and_first_bad
 
 Tree = Any
 
@@ -35,7 +35,7 @@ class LossInputs(NamedTuple):
     model: TrunkLosses
     region: ManualRegion
     parameters: Tree
-    batch: Batch
+    batch: GlobalBatch
 
 
 class TrainStep(ShardedModel):
@@ -43,7 +43,7 @@ class TrainStep(ShardedModel):
 
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
     optimizer changes. `make_train_step` extends it for settings (`mtjax.train.kinds`): by subclasses with another
-    `reduction_type` or `step_region`, or whose methods change what is drawn (`build`, `drawn`), differentiated
+    `reduction_type` or `step_region`, or whose methods change what is drawn (`build`, `draw_float32`), differentiated
     (`training_point`, `loss_inputs`, `loss_weights`), scaled (`initial_loss_scale`) or updated (`optimized`,
     `with_optimized`, `is_update`, `updated`, `rescaled`).
 
@@ -55,10 +55,10 @@ class TrainStep(ShardedModel):
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         if config.training.recompute_offload:
-            from mtjax.models.recompute import Recompute
+            from mtjax.models.layer_loop import LayerLoopSettings
             from mtjax.models.recompute_methods import check_offload
 
-            check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
+            check_offload(LayerLoopSettings.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
@@ -99,7 +99,7 @@ class TrainStep(ShardedModel):
         """
         return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
-    def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+    def step(self, state: State, batch: GlobalBatch) -> tuple[State, dict[str, Array]]:
         """Runs one optimizer step, donating `state`; returns the new state and metrics.
 
         The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
@@ -118,7 +118,7 @@ class TrainStep(ShardedModel):
         """Lowers the train step from abstract values, without touching a device."""
         return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
 
-    def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
+    def abstract_step_batch(self, global_batch_size: int | None = None) -> GlobalBatch:
         """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
         targets."""
         return self.abstract_batch(global_batch_size)
@@ -152,10 +152,10 @@ class TrainStep(ShardedModel):
         """Builds the loss scale of float16; None of other types, which need none."""
         return None
 
-    def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+    def _step(self, state: State, batch: GlobalBatch) -> tuple[State, dict[str, Array]]:
         return self.apply_gradients(state, batch, *self.gradients(*self.gradient_inputs(state, batch)))
 
-    def gradient_inputs(self, state: State, batch: Batch) -> tuple[Tree, Batch, Array, Array | None]:
+    def gradient_inputs(self, state: State, batch: GlobalBatch) -> tuple[Tree, GlobalBatch, Array, Array | None]:
         """Returns the arguments of `gradients` in a step."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         return self.training_point(state), batch, jax.random.wrap_key_data(state.random), scale
@@ -173,13 +173,13 @@ class TrainStep(ShardedModel):
         return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
-        self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
         with jax.named_scope("optimizer"):
             how = (self.trainable_records, self.layer_numbers, bool(self.config.training.unroll_layers))
             norm, bad = norm_and_first_bad(loss, gradients, *how)
-            finite = bad == GOOD
+            finite = bad == ALL_FINITE
             updated, optimizer = self.updated(state, gradients, parts, norm, finite & self.is_update(state))
             metrics = {
                 "loss": loss,
@@ -223,7 +223,7 @@ class TrainStep(ShardedModel):
         return updated
 
     def gradients(
-        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+        self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
         """Traces the forward and backward pass.
 
@@ -253,13 +253,13 @@ class TrainStep(ShardedModel):
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
 
-    def loss_weights(self, batch: Batch) -> dict[str, Array]:
+    def loss_weights(self, batch: GlobalBatch) -> dict[str, Array]:
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
         return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
 
-    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+    def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
         return LossInputs(self.trunk_losses(self.loss_options), self.step_region, parameters, batch)
 

@@ -9,12 +9,12 @@ from jax import Array
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.models.prediction import prediction_reports, prediction_weights, with_predictions
 from mtjax.models.routers import LOAD, report_weights, with_text_lengths
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.optimizer_shardings import shardings_by_name
 from mtjax.sharding.param_specs import partition_specs, shardings, with_sharding
 from mtjax.train.loss_scale import LossScale, initial, update
-from mtjax.train.optimizer import GOOD
+from mtjax.train.optimizer import ALL_FINITE
 from mtjax.train.optimizers import training_point
 from mtjax.train.rounding import round_masters
 from mtjax.train.router_bias import update_router_bias
@@ -31,12 +31,12 @@ class Float16Step(TrainStep):
         return initial(self.config.training)
 
     def apply_gradients(
-        self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`; then updates the scale."""
         after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
         with jax.named_scope("optimizer"):
-            scale = update(state.loss_scale, metrics["first_bad"] == GOOD, self.config.training)
+            scale = update(state.loss_scale, metrics["first_bad"] == ALL_FINITE, self.config.training)
         # The scale of this step, not of the next: `skipped_steps` judges an overflow by it.
         return replace(after, loss_scale=scale), {**metrics, "loss_scale": state.loss_scale.scale}
 
@@ -55,13 +55,13 @@ class NarrowMastersStep(TrainStep):
 class PredictingStep(TrainStep):
     """A train step of a model that predicts further tokens."""
 
-    def loss_weights(self, batch: Batch) -> dict[str, Array]:
+    def loss_weights(self, batch: GlobalBatch) -> dict[str, Array]:
         """See `TrainStep.loss_weights`; adds those of the predictions, and of their routers."""
         model, samples = self.config.model, len(batch["sample_index"])
         return super().loss_weights(batch) | prediction_weights(model, batch) | prediction_reports(model, samples)
 
     def gradients(
-        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+        self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
         """See `TrainStep.gradients`; losses of predictions have no coefficient."""
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
@@ -71,11 +71,11 @@ class PredictingStep(TrainStep):
 class RoutedStep(TrainStep):
     """A train step of a model with experts."""
 
-    def loss_weights(self, batch: Batch) -> dict[str, Array]:
+    def loss_weights(self, batch: GlobalBatch) -> dict[str, Array]:
         """See `TrainStep.loss_weights`; adds those of the routers' losses and counters."""
         return super().loss_weights(batch) | report_weights(self.config.model, len(batch["sample_index"]))
 
-    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+    def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """See `TrainStep.loss_inputs`; the batch has the number of text tokens that routers count."""
         return super().loss_inputs(parameters, with_text_lengths(self.config.model, batch))
 

@@ -157,7 +157,7 @@ UNREAD = MODELS["retro"] | {"retro_frozen": "retrieval", "retro_reads": False}
 @pytest.mark.parametrize("fields", [*MODELS.values(), UNREAD], ids=[*MODELS, "retro, the decoder alone"])
 def test_every_parameter_of_a_model_stands_in_the_book(fields):
     program = program_of("1x1", **fields)
-    axes = jax.tree.leaves(program.axes, is_leaf=is_names)
+    axes = jax.tree.leaves(program.logical_axes, is_leaf=is_names)
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
     real = {
         jax.tree_util.keystr(path, simple=True, separator="."): (names, leaf.shape)

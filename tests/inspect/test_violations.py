@@ -217,7 +217,7 @@ def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
     def early(records, wrapped):
         def one(record, leaf):
             if record.is_stacked and is_wrapped(leaf):
-                leaf = replace(leaf, names=record.axes, reduction=record.grad_reduction)
+                leaf = replace(leaf, names=record.logical_axes, reduction=record.grad_reduction)
             return materialize(leaf)
 
         return jax.tree.map(one, records, wrapped, is_leaf=is_wrapped)

@@ -18,9 +18,9 @@ from mtjax.layout.stacks import stacks_of
 from mtjax.models.language_model import run_sections
 from mtjax.models.layer import Stack, run_layer
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_loop import LayerLoopSettings, loop_over_layers
 from mtjax.models.mixers.registry import KINDS, MIXERS
-from mtjax.models.ops import Linear, normal
-from mtjax.models.recompute import Recompute, loop_over_layers
+from mtjax.models.ops import Linear, draw_normal
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.param_comm import LayerInputs
 from mtjax.sharding.vocab import LossOptions
@@ -57,7 +57,7 @@ class Meter(nnx.Module):
     dropout_site: ClassVar[int] = 8
 
     def __init__(self, model: Any, *, output_std: float, key: Any) -> None:
-        self.gain = normal(key, {"embed": model.hidden_size}, 1.0)
+        self.gain = draw_normal(key, {"embed": model.hidden_size}, 1.0)
 
     def __call__(self, x: Any, context: LayerContext, state: Any) -> tuple[Any, Any]:
         before = {"runs": jnp.int32(0), "shift": jnp.float32(1)} if state is None else state
@@ -103,7 +103,7 @@ def test_sections_have_the_names_of_their_stacks_parameters(fields: dict[str, An
     program = program_of("1x1", **fields)
     model = program.model(program.abstract_parameters)
     is_names = lambda x: isinstance(x, tuple)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(program.axes, is_leaf=is_names)
+    leaves = jax.tree_util.tree_leaves_with_path(program.logical_axes, is_leaf=is_names)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, axes in leaves if axes[0] == "layers"]
     stacks = {name for section, own in model.sections.items() for name in (section, *own.other_stacks)}
     assert {name.partition(".layers.")[0] for name in names} == stacks
@@ -125,9 +125,9 @@ def on_mesh(program: Any, function: Any) -> Any:
 
 
 def run_layers(
-    layers: Any, numbers: Any, x: Any, context: LayerContext, recompute: Recompute, states: Any = None
+    layers: Any, numbers: Any, x: Any, context: LayerContext, loop_settings: LayerLoopSettings, states: Any = None
 ) -> Any:
-    return loop_over_layers(partial(run_layer, context), LayerInputs(layers, numbers, states), recompute)(x)
+    return loop_over_layers(partial(run_layer, context), LayerInputs(layers, numbers, states), loop_settings)(x)
 
 
 def cut(layers: Any, part: slice) -> Any:
@@ -151,7 +151,7 @@ def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
             for part in (slice(0, 1), slice(1, 3)):
                 context = section.context(batch, keys, stream)
                 layers, numbers = cut(section.stack.layers, part), jnp.arange(3)[part]
-                stream = stream._replace(x=run_layers(layers, numbers, stream.x, context, Recompute())[0])
+                stream = stream._replace(x=run_layers(layers, numbers, stream.x, context, LayerLoopSettings())[0])
         assert stream is not None
         return model.losses(stream, batch, keys, options)
 
@@ -162,22 +162,22 @@ def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
 
 
 RECOMPUTE = {
-    "none": Recompute(),
-    "full": Recompute("full"),
-    "groups": Recompute("full", "uniform", 2),
-    "block": Recompute("full", "block", 3),
+    "none": LayerLoopSettings(),
+    "full": LayerLoopSettings("full"),
+    "groups": LayerLoopSettings("full", "uniform", 2),
+    "block": LayerLoopSettings("full", "block", 3),
 }
 
 
-def metered(recompute: Recompute) -> Any:
+def metered(loop_settings: LayerLoopSettings) -> Any:
     """(layers, states) -> (the stream, the states), of a stack of metered layers; and its layers."""
     model = tiny_config(num_layers=LAYERS, attention="xla").model
     own = dataclasses.replace(stacks_of(model)[0], kind="metered")
-    stack = Stack(model, jnp.float32, own=own, recompute=recompute, parallel=Parallel(), key=jax.random.key(0))
+    stack = Stack(model, jnp.float32, own=own, loop_settings=loop_settings, parallel=Parallel(), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
 
     def run(layers: Any, states: Any) -> Any:
-        return run_layers(layers, jnp.arange(LAYERS), x, LayerContext(), recompute, states)
+        return run_layers(layers, jnp.arange(LAYERS), x, LayerContext(), loop_settings, states)
 
     return run, stack.layers
 
@@ -216,11 +216,13 @@ def test_what_a_state_says_can_be_differentiated(kind: str):
     """A loss of what layers hand on, such as experts' balance, has the same gradients whatever is computed again."""
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
 
-        def gradients(recompute: Recompute) -> Any:
-            run, layers = metered(recompute)
+        def gradients(loop_settings: LayerLoopSettings) -> Any:
+            run, layers = metered(loop_settings)
             return jax.jit(jax.grad(lambda layers: run(layers, None)[1]["meter"]["mean"].sum(), allow_int=True))(layers)
 
-        for found, expected in zip(*map(jax.tree.leaves, map(gradients, (RECOMPUTE[kind], Recompute()))), strict=True):
+        for found, expected in zip(
+            *map(jax.tree.leaves, map(gradients, (RECOMPUTE[kind], LayerLoopSettings()))), strict=True
+        ):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -73,7 +73,7 @@ def test_a_record_of_a_stack_knows_one_layer():
     up = records["stack"]["layers"]["mlp"]["up"]["weight"]
     assert (up.name, up.axes, up.shape) == ("stack.layers.mlp.up.weight", ("layers", "embed", "mlp"), (2, 32, 128))
     assert up.is_stacked and up.is_matrix
-    assert (up.layer_axes, up.grad_reduction.dim, up.layer_grad_reduction.dim) == (("embed", "mlp"), 1, 0)
+    assert (up.layer_logical_axes, up.grad_reduction.dim, up.layer_grad_reduction.dim) == (("embed", "mlp"), 1, 0)
     assert (up.compute_spec, up.storage_spec) == (P(None, None, "model"), P(None, "data", "model"))
     embedding = records["embedding"]
     assert not embedding.is_stacked and embedding.layer_grad_reduction == embedding.grad_reduction

@@ -17,7 +17,7 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.param_specs import shardings
 from mtjax.train import loop, setup
-from mtjax.train.optimizer import GOOD, CheckedTensor
+from mtjax.train.optimizer import ALL_FINITE, CheckedTensor
 from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, first_bad, tensors, tensors_of
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
@@ -115,7 +115,7 @@ def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
             np.testing.assert_array_equal(by_place.setdefault(str(shard.index), shard.data), shard.data)
     state, later = run_steps(program, 1, state)
     assert [m["skipped"] for m in (*first, *later)] == [0, 0]
-    assert [m["first_bad"] for m in (*first, *later)] == [GOOD, GOOD]
+    assert [m["first_bad"] for m in (*first, *later)] == [ALL_FINITE, ALL_FINITE]
     moved = flat((state.parameters, state.optimizer))
     assert all((moved[name] != value).any() for name, value in before.items())
 
@@ -142,7 +142,7 @@ def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
             placed = jax.device_put(tree, program.state_sharding.parameters)
             return int(find(jnp.float32(loss), placed))
 
-    assert found(1.0, values) == GOOD
+    assert found(1.0, values) == ALL_FINITE
     assert found(math.nan, values) == len(named)
     random = np.random.default_rng(0)
     leaves, tree = jax.tree_util.tree_flatten_with_path(values)
@@ -172,7 +172,7 @@ def test_one_scalar_crosses_the_mesh_though_a_device_has_some_of_the_layers():
             place = int(find(placed))
             text = find.lower(placed).compile().as_text()
         expected = CheckedTensor("stack.layers.a", max(spoilt)) if spoilt else None
-        assert (None if place == GOOD else tensors(records)[place]) == expected
+        assert (None if place == ALL_FINITE else tensors(records)[place]) == expected
         assert re.findall(r"= (\S+) all-(?:reduce|gather)\(", text or "") == ["s32[]"]
 
 
@@ -238,7 +238,7 @@ def follow(results, **fields):
 
 
 def test_steps_in_a_row_are_counted_over_the_places_where_the_host_looks():
-    good, bad = {"first_bad": GOOD}, {"first_bad": 1}
+    good, bad = {"first_bad": ALL_FINITE}, {"first_bad": 1}
     found, follower = follow([good, bad, bad, good, bad, bad, bad, bad, good], max_nonfinite_steps=3)
     assert [s.step for s in found] == [2, 3, 5, 6, 7]  # and no further: 5, 6 and 7 are three in a row
     assert follower.are_too_many

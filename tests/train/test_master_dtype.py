@@ -74,7 +74,7 @@ def shrunk(program: TrainStep, steps: int, finite: bool = True) -> tuple[Any, An
 
 
 def decayed(program: TrainStep) -> list[str]:
-    return [record.name for record in jax.tree.leaves(program.records) if is_decayed(record.axes)]
+    return [record.name for record in jax.tree.leaves(program.records) if is_decayed(record.logical_axes)]
 
 
 @pytest.mark.parametrize(
@@ -281,4 +281,4 @@ def test_bytes_are_counted(mesh: str, settings: dict[str, Any]) -> None:
     plan = Plan.of(config, parse_mesh(mesh))
     assert stage_memory(anatomy_of(config.model), plan).weights == sum(shards)
     trained = [record for record in jax.tree.leaves(program.records) if record.is_trainable]
-    assert all((r.dtype == "bfloat16") == gathers_in_compute_dtype(r.axes) for r in trained)
+    assert all((r.dtype == "bfloat16") == gathers_in_compute_dtype(r.logical_axes) for r in trained)

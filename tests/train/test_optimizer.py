@@ -46,8 +46,8 @@ def test_only_matrices_decay():
 def test_what_has_two_dimensions_and_is_no_bias_decays(settings):
     """Megatron's rule, by the dimensions that a parameter has in a layer."""
     for record in jax.tree.leaves(program_of("1x1", **settings).records):
-        has_two = len(record.layer_axes) > 1 and not record.name.endswith(".bias")
-        assert is_decayed(record.axes) == has_two, record.name
+        has_two = len(record.layer_logical_axes) > 1 and not record.name.endswith(".bias")
+        assert is_decayed(record.logical_axes) == has_two, record.name
 
 
 def test_a_table_of_relative_positions_decays():

@@ -41,7 +41,7 @@ def unstacked(program: Any, tree: Any) -> dict[str, Any]:
     found = {}
     for record, array in zip(jax.tree.leaves(program.trainable_records), jax.tree.leaves(tree), strict=True):
         array = np.asarray(array)
-        matrices = matrices_of(record.axes) if muon else None
+        matrices = matrices_of(record.logical_axes) if muon else None
         if matrices:
             _, rows, columns = matrices.sizes(record.shape)
             array = array.transpose(*matrices.stacked, *matrices.rows, *matrices.columns).reshape(-1, rows, columns)
@@ -57,7 +57,7 @@ def reference(program: Any) -> Any:
     records = {record.name: record for record in jax.tree.leaves(program.trainable_records)}
     of = lambda names: {name: records[name.rpartition("/")[0]] for name in names}  # noqa: E731
     decay = optax.add_decayed_weights(
-        options.weight_decay, lambda tree: {n: is_decayed(r.axes) for n, r in of(tree).items()}
+        options.weight_decay, lambda tree: {n: is_decayed(r.logical_axes) for n, r in of(tree).items()}
     )
     rate = optax.scale_by_learning_rate(schedule)
     clip = optax.clip_by_global_norm(options.clip_grad_norm)
@@ -68,7 +68,7 @@ def reference(program: Any) -> Any:
             muon = contrib.muon(
                 schedule, beta=options.muon_momentum, weight_decay=options.weight_decay, consistent_rms=0.2
             )
-            labels = lambda tree: {n: "muon" if matrices_of(r.axes) else "adam" for n, r in of(tree).items()}  # noqa: E731
+            labels = lambda tree: {n: "muon" if matrices_of(r.logical_axes) else "adam" for n, r in of(tree).items()}  # noqa: E731
             return optax.chain(clip, optax.partition({"muon": muon, "adam": optax.chain(adam, decay, rate)}, labels))
         case "adafactor":
             scale = optax.chain(

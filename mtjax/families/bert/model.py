@@ -32,10 +32,10 @@ from mtjax.models.language_model import (
 )
 from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.logits import full_logits
-from mtjax.models.ops import dropout, make_norm, normal
+from mtjax.models.ops import draw_normal, dropout, make_norm
 from mtjax.models.project import reshard_sequence
-from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
 from mtjax.sharding.axes import local_positions, num_shards, spec
 from mtjax.sharding.context.ring_attention import Method
@@ -55,12 +55,12 @@ class Encoder(nnx.Module):
         # The heads of `BERT` take the other three, so that an encoder draws the same with any head.
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = embedding_weights(model.hidden_size, token_types=model.num_token_types)
-        recompute = Recompute.of(config.training)
+        loop_settings = LayerLoopSettings.of(config.training)
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
-        self.token_types = normal(type_key, types["token_types"], model.init_std) if types else None
+        self.token_types = draw_normal(type_key, types["token_types"], model.init_std) if types else None
         (own,) = stacks_of(model)
-        self.stack = Stack(model, dtype, own=own, recompute=recompute, parallel=config.parallel, key=stack_key)
+        self.stack = Stack(model, dtype, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key)
         # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
         is_normed = model.norm_placement == "post" or model.embedding_norm
         self.embedding_norm = make_norm(model, dtype) if is_normed else _unchanged

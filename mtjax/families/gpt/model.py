@@ -36,8 +36,8 @@ from mtjax.models.language_model import (
 )
 from mtjax.models.layer import Layer, Stack
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, TEXT_LENGTH, LayerContext
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.ops import constant, dropout, make_norm
-from mtjax.models.recompute import Recompute
 from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
@@ -56,8 +56,8 @@ class Decoder(nnx.Module):
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
         self.rotary, self.query_scale = _rotary(model)
-        recompute = Recompute.of(config.training)
-        stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
+        loop_settings = LayerLoopSettings.of(config.training)
+        stack = partial(Stack, dtype=dtype, loop_settings=loop_settings, parallel=config.parallel)
         self.dtype = dtype
         self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None

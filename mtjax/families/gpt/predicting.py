@@ -13,8 +13,8 @@ from mtjax.config.float8 import PREDICTION
 from mtjax.families.gpt.model import GPT
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.language_model import Batch, HiddenStates, Keys
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
-from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import in_chunk
@@ -30,8 +30,8 @@ class PredictingGPT(GPT):
         super().__init__(config, key=key)
         model = config.model
         # Pipeline stages recompute entire chunks, and the head not at all.
-        recompute = Recompute.of(config.training)
-        self.predictor_recompute = in_chunk(recompute) if num_shards("layers") > 1 else recompute
+        loop_settings = LayerLoopSettings.of(config.training)
+        self.predictor_loop_settings = in_chunk(loop_settings) if num_shards("layers") > 1 else loop_settings
         self.num_predictors = model.mtp_num_layers
         for number in range(1, self.num_predictors + 1):
             # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ... As in DeepSeek-V3, predictors are
@@ -66,7 +66,7 @@ class PredictingGPT(GPT):
             own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
             with jax.named_scope("layers"), jax.named_scope(PREDICTION):
                 run = partial(run_predictor, context=own)
-                x, report = run_alone(run, self.predictor_recompute, hidden, predictor, embedded)
+                x, report = run_alone(run, self.predictor_loop_settings, hidden, predictor, embedded)
             # The next predictor continues from the normalized hidden states of this one.
             hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)
             losses[loss_name(number)] = vocab_parallel_cross_entropy(hidden, table, labels, options, bias)

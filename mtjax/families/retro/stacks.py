@@ -14,10 +14,10 @@ from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_RE
 from mtjax.layout.stacks import ENCODER
 from mtjax.models.layer import Layer, Stack
 from mtjax.models.layer_context import LayerContext, Residual, State
+from mtjax.models.layer_loop import LoopOverLayers
 from mtjax.models.mixers.chunked import keys_of_rows
 from mtjax.models.ops import Norm
 from mtjax.models.pattern_stacks import PatternLoop
-from mtjax.models.recompute import LoopOverLayers
 from mtjax.sharding.gradients import seed_cotangents
 
 LETTERS: Mapping[str, str] = {

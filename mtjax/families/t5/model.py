@@ -32,8 +32,8 @@ from mtjax.models.language_model import (
 )
 from mtjax.models.layer import Stack
 from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.ops import dropout, make_norm
-from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
@@ -48,12 +48,12 @@ class T5Stack(nnx.Module):
 
     def __init__(self, config: Config, model: Model, own: LayerStack, *, is_causal: bool, key: Array) -> None:
         """Draws the parameters of a stack of layers, with the sizes of `model`."""
-        dtype, recompute = jnp.dtype(config.training.compute_dtype), Recompute.of(config.training)
+        dtype, loop_settings = jnp.dtype(config.training.compute_dtype), LayerLoopSettings.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
         has_table = is_relative and model.relative_bias_layers == "first"  # else every layer has one
         self.relative = RelativeBias(model, key=bias_key) if has_table else None
-        self.stack = Stack(model, dtype, own=own, recompute=recompute, parallel=config.parallel, key=stack_key)
+        self.stack = Stack(model, dtype, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.is_causal = is_causal

@@ -18,7 +18,7 @@ from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves
 from mtjax.sharding.axes import num_shards, spec, varying_like
 from mtjax.sharding.context.attention import context_attention
@@ -35,8 +35,8 @@ cudnn: Attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
 def attend_across(
     kernel: Literal["xla", "cudnn"],
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -96,7 +96,7 @@ class XlaBlocks:
     ) -> tuple[Array, Array]:
         """See `BlockKernel.forward`."""
 
-        # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
+        # einsum letters: b batch, q queries, k keys, g KV heads, m query heads of one, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
             """Attends from a chunk of queries to all keys: the output and log-sums."""
             # The log-sums are those before dropout, which multiplies normalized probabilities: blocks of keys merge by
@@ -114,7 +114,7 @@ class XlaBlocks:
     ) -> tuple[Array, ...]:
         """See `BlockKernel.backward`; gradients of keys and values are float32. If it `observes`, the largest scores of
         rows are a fourth array, [batch, seq, heads]."""
-        grouped = partial(_grouped, groups=keys.key.shape[2])
+        grouped = partial(_grouped, kv_heads=keys.key.shape[2])
         einsum_float32 = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
         # With S = Q K' scale, P = exp(S - log_sums), D dropout's factors, O = (P D) V and dO its gradient:
@@ -153,8 +153,8 @@ class XlaBlocks:
         multiplies probabilities.
 
         Returns:
-          float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout. If it
-          observes, then the largest score of each row, [batch, groups, heads / groups, seq], else None.
+          float32 [batch, kv_heads, heads / kv_heads, seq, key_seq] each; 1.0 without a cap, and without dropout. If it
+          observes, then the largest score of each row, [batch, kv_heads, heads / kv_heads, seq], else None.
         """
         # XLA: products have einsum's natural order of dimensions: any other would transpose an array of scores.
         query = _by_head(_grouped(queries.query * self.scale, keys.key.shape[2]))
@@ -213,18 +213,18 @@ def _hidden(scores: Array, seen: Bool[Array, "batch seq key_seq"] | None) -> Arr
     return scores if seen is None else jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
 
 
-def _grouped(a: Array, groups: int) -> Array:
-    """Groups heads that share a key: [batch, seq, heads, ...] -> [batch, seq, groups, heads / groups, ...]."""
-    return a.reshape(*a.shape[:2], groups, -1, *a.shape[3:])
+def _grouped(a: Array, kv_heads: int) -> Array:
+    """Groups heads that share a key: [batch, seq, heads, ...] -> [batch, seq, kv_heads, heads / kv_heads, ...]."""
+    return a.reshape(*a.shape[:2], kv_heads, -1, *a.shape[3:])
 
 
 def _by_head(a: Array) -> Array:
-    """[batch, seq, groups, heads / groups, width] -> [batch, groups, heads / groups, seq, width]."""
+    """[batch, seq, kv_heads, heads / kv_heads, width] -> [batch, kv_heads, heads / kv_heads, seq, width]."""
     return a.transpose(0, 2, 3, 1, 4)
 
 
 def _by_token(a: Array) -> Array:
-    """[batch, groups, heads / groups, seq, width] -> [batch, seq, heads, width]."""
+    """[batch, kv_heads, heads / kv_heads, seq, width] -> [batch, seq, heads, width]."""
     return a.transpose(0, 3, 1, 2, 4).reshape(a.shape[0], a.shape[3], -1, a.shape[4])
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def append_and_attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     context: LayerContext,
     cache: Any,
     options: AttentionOptions,
@@ -43,8 +43,8 @@ def append_and_attend(
 
 def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
-    keys: Float[Array, "batch groups length head_dim"] | Scaled,
-    values: Float[Array, "batch groups length head_dim"] | Scaled,
+    keys: Float[Array, "batch kv_heads length head_dim"] | Scaled,
+    values: Float[Array, "batch kv_heads length head_dim"] | Scaled,
     key_positions: Int[Array, "batch length"] | None,
     cache_positions: CachePositions,
     options: AttentionOptions,
@@ -88,8 +88,8 @@ def _visible(
 
 def attend_grouped(
     query: Float[Array, "batch seq heads head_dim"],
-    keys: Float[Array, "batch groups length head_dim"] | Scaled,
-    values: Float[Array, "batch groups length head_dim"] | Scaled,
+    keys: Float[Array, "batch kv_heads length head_dim"] | Scaled,
+    values: Float[Array, "batch kv_heads length head_dim"] | Scaled,
     is_visible: Bool[Array, "#batch #seq length"],
     options: AttentionOptions,
     bias: Float[Array, "#batch heads seq length"] | None = None,
@@ -98,7 +98,7 @@ def attend_grouped(
     keys.
 
     Args:
-      query: heads / groups consecutive query heads share a group.
+      query: heads / kv_heads consecutive query heads share a KV head.
       keys: keys.
       values: values.
       is_visible: [#batch, #seq, length], True where a query attends to a key.
@@ -110,35 +110,35 @@ def attend_grouped(
     batch, seq, heads, width = query.shape
     # Numbers of 8 bits are multiplied as they are; their scales are those of scores, and of probabilities.
     (keys, key_scales), (values, value_scales) = (numbers_and_scales(each, query.dtype) for each in (keys, values))
-    groups, length = keys.shape[1:3]
+    kv_heads, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
     # Scaled before the product: queries are fewer than scores.
     query = (query * options.scale_of(width)).transpose(0, 2, 1, 3)
-    query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
+    query = query.reshape(batch, kv_heads, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
+    scores = scores.reshape(batch, kv_heads, heads // kv_heads, seq, length, out_sharding=grouped)
     # Before the cap and the biases, which apply to scores of the real size.
     if key_scales is not None:
         scores *= key_scales[:, :, None, None]
     scores = _capped(scores, options.softcap)
     if bias is not None:
-        scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
+        scores += bias.reshape(bias.shape[0], kv_heads, -1, *bias.shape[2:], out_sharding=grouped)
     scores = jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE)
     if options.sinks is None:
         probabilities = jax.nn.softmax(scores, axis=-1)
     else:
-        sinks = options.sinks.reshape(groups, -1, 1, 1, out_sharding=spec("heads", None, None, None))
+        sinks = options.sinks.reshape(kv_heads, -1, 1, 1, out_sharding=spec("heads", None, None, None))
         probabilities = softmax_with_sinks(scores, sinks)
     # A scale is that of a token's value, so it may multiply the token's probability instead.
     if value_scales is not None:
         probabilities *= value_scales[:, :, None, None]
     probabilities = probabilities.astype(values.dtype)
     probabilities = probabilities.reshape(
-        batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")
+        batch, kv_heads, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")
     )
     # Rows of a group are (head, token); back to [batch, seq, heads, head_dim].
     mixed = jnp.einsum("bgqk,bgkd->bgqd", probabilities, values)
-    mixed = mixed.reshape(batch, groups, heads // groups, seq, width, out_sharding=grouped).transpose(0, 3, 1, 2, 4)
+    mixed = mixed.reshape(batch, kv_heads, heads // kv_heads, seq, width, out_sharding=grouped).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, seq, heads, width, out_sharding=spec(*HEADS))
 
 

@@ -12,14 +12,14 @@ from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
 
 
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:

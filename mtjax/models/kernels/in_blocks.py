@@ -14,15 +14,15 @@ from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import flash_attention
 
 
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups value_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads value_dim"]:

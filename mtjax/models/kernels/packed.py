@@ -74,7 +74,7 @@ class Packed:
     ) -> tuple[Array, Array, Array]:
         """See `FlashKernel`."""
         starts, lengths, fits = documents(more, self.most)
-        groups = inputs[1].shape[2]
+        kv_heads = inputs[1].shape[2]
 
         def packed(inputs: tuple[Array, Array, Array], out: Array, statistics: Array, gradient: Array) -> tuple:
             """Runs the backward kernel on saved arrays; returns the gradients of query, key and value."""
@@ -83,7 +83,7 @@ class Packed:
             recomputed, vjp = jax.vjp(self._packed(lengths, starts), query, key, value)
             saved = with_saved(vjp, (recomputed, out), (_statistics(vjp), statistics))
             d_query, d_key, d_value = saved(gradient)
-            return d_query, _summed(d_key, groups), _summed(d_value, groups)
+            return d_query, _summed(d_key, kv_heads), _summed(d_value, kv_heads)
 
         def in_blocks(inputs: tuple[Array, Array, Array], out: Array, statistics: Array, gradient: Array) -> tuple:
             log_sums = statistics[: len(out)]
@@ -132,9 +132,9 @@ def _repeated(a: Array, heads: int) -> Array:
     return jnp.repeat(a, heads // a.shape[2], axis=2)
 
 
-def _summed(a: Array, groups: int) -> Array:
+def _summed(a: Array, kv_heads: int) -> Array:
     """Adds the gradients of a key or value from the heads that share it."""
-    grouped = a.reshape(*a.shape[:2], groups, -1, a.shape[3])
+    grouped = a.reshape(*a.shape[:2], kv_heads, -1, a.shape[3])
     return grouped.sum(3, dtype=jnp.float32).astype(a.dtype)
 
 

@@ -26,15 +26,15 @@ from mtjax.models.kernels.blocks import dropout_of
 from mtjax.models.kernels.in_blocks import Inputs
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
 from mtjax.sharding.flash import flash_attention, type_like
 
 
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -96,8 +96,8 @@ class Pallas:
         """See `FlashKernel`."""
         query, key, value = inputs
         batch, length, heads, _ = query.shape
-        groups = key.shape[2]
-        shared, blocks, sizes = heads // groups, length // PALLAS_BLOCK, _Sizes.of(query, value)
+        kv_heads = key.shape[2]
+        shared, blocks, sizes = heads // kv_heads, length // PALLAS_BLOCK, _Sizes.of(query, value)
         wide, narrow = _width(query), _width(value)
         # Computed outside the kernels, each of which would compute it again for every block that it meets.
         row_sums = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
@@ -111,7 +111,7 @@ class Pallas:
         d_key, d_value = self._call(
             _backward_of_keys,
             KEYS_BACKWARD,
-            (blocks, groups, batch),
+            (blocks, kv_heads, batch),
             arrays,
             (every(wide), one(wide), one(narrow), every(narrow), rows, rows, _specs(more, shared)),
             ((key.shape, key.dtype), (value.shape, value.dtype)),

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_loop import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.ops import dropout
-from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, where
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ SCORES = ("batch", "heads", "seq", "key_seq")
 
 def attend(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
@@ -81,8 +81,8 @@ def attend(
 
 def softmax_attention(
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch key_seq groups head_dim"],
-    value: Float[Array, "batch key_seq groups head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads head_dim"],
     mask: Bool[Array, "#batch 1 #seq key_seq"],
     options: AttentionOptions,
     dropout_keys: Key[Array, " batch"] | None,
@@ -92,7 +92,7 @@ def softmax_attention(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes attention from each query to the keys for which its mask is True, normalized in float32.
 
-    Each key and value head serves heads / groups consecutive query heads. `bias` is added to the scores. Dropout of the
+    heads / kv_heads consecutive query heads share a KV head. `bias` is added to the scores. Dropout of the
     probabilities has one key per sample, and the site `site`; it is off if `dropout_keys` is None.
     """
     shape, output_spec = query.shape, spec(*HEADS)
@@ -128,8 +128,8 @@ def softmax_attention(
 
 @jax.custom_vjp
 def _scores(
-    query: Float[Array, "batch groups heads seq head_dim"], key: Float[Array, "batch key_seq groups head_dim"]
-) -> Float[Array, "batch groups heads seq key_seq"]:
+    query: Float[Array, "batch kv_heads query_heads seq head_dim"], key: Float[Array, "batch key_seq kv_heads head_dim"]
+) -> Float[Array, "batch kv_heads query_heads seq key_seq"]:
     """Computes products of queries and keys in float32."""
     # A custom vjp, because autodiff would multiply float32 gradients in float32. These are in the compute type, as in
     # flash attention.
@@ -141,7 +141,7 @@ def _scores_forward(query: Array, key: Array) -> tuple[Array, tuple[Array, Array
 
 
 def _scores_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Computes gradients of query and key from that of the scores [batch, groups, heads, seq, key_seq]."""
+    """Computes gradients of query and key from that of the scores [batch, kv_heads, query_heads, seq, key_seq]."""
     query, key = saved
     gradient = gradient.astype(query.dtype)
     d_query = jnp.einsum("bgnqk,bkgd->bgnqd", gradient, key)
@@ -153,8 +153,9 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 @jax.custom_vjp
 def _mixed(
-    probabilities: Float[Array, "batch groups heads seq key_seq"], value: Float[Array, "batch key_seq groups head_dim"]
-) -> Float[Array, "batch groups heads seq head_dim"]:
+    probabilities: Float[Array, "batch kv_heads query_heads seq key_seq"],
+    value: Float[Array, "batch key_seq kv_heads head_dim"],
+) -> Float[Array, "batch kv_heads query_heads seq head_dim"]:
     """Computes the values weighted by probabilities."""
     return jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
 
@@ -164,7 +165,8 @@ def _mixed_forward(probabilities: Array, value: Array) -> tuple[Array, tuple[Arr
 
 
 def _mixed_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Computes gradients of probabilities and value from that of the output [batch, groups, heads, seq, head_dim]."""
+    """Computes gradients of probabilities and value from that of the output, [batch, kv_heads, query_heads, seq,
+    head_dim]."""
     probabilities, value = saved
     d_value = jnp.einsum("bgnqk,bgnqd->bkgd", probabilities, gradient)
     d_probabilities = jnp.einsum("bgnqd,bkgd->bgnqk", gradient, value)

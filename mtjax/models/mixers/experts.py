@@ -18,9 +18,9 @@ from mtjax.layout.weights import Sizes, expert_biases, expert_products, router_w
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.models.layer_context import RESIDUAL, LayerContext, State
+from mtjax.models.layer_loop import SAVED
 from mtjax.models.mixers.transformer import MLP
-from mtjax.models.ops import constant, normal
-from mtjax.models.recompute import SAVED
+from mtjax.models.ops import constant, draw_normal
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
@@ -50,7 +50,7 @@ class Router(nnx.Module):
         """Draws the weight, [embed, routes]; biases, [routes], are 0."""
         biases = {"bias": model.router_bias, "linear_bias": model.router_linear_bias}
         sizes = router_weights(model.hidden_size, model.num_experts, **biases)
-        self.weight = normal(key, sizes["weight"], model.init_std)
+        self.weight = draw_normal(key, sizes["weight"], model.init_std)
         self.bias = constant(0.0, sizes["bias"]) if "bias" in sizes else None
         self.linear_bias = constant(0.0, sizes["linear_bias"]) if "linear_bias" in sizes else None
         self.model = model
@@ -182,7 +182,7 @@ class Matrices(nnx.Module):
     """One matrix of every expert, and perhaps one bias."""
 
     def __init__(self, sizes: Sizes, std: float, key: Array, bias: Sizes | None = None) -> None:
-        self.weight = normal(key, sizes, std)
+        self.weight = draw_normal(key, sizes, std)
         self.bias = constant(0.0, bias) if bias else None
 
 

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.mixers.transformer import is_linear, self_attention_products
+from mtjax.models.layer_loop import is_unrolled
+from mtjax.models.mixers.transformer import has_plain_queries_and_keys, self_attention_products
 from mtjax.models.ops import Linear
 from mtjax.models.project import ProductRule, project
 from mtjax.models.project_apart import computes_apart
-from mtjax.models.recompute import is_unrolled
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 
@@ -36,14 +36,14 @@ class GroupedQKV(nnx.Module):
         settings = {"std": model.init_std, "bias": attention_biases(model)[0]}
         self.query = Linear(*sizes["qkv.query"], **settings, key=query_key)
         self.key_value = Linear(*sizes["qkv.key_value"], **settings, key=kv_key)
-        self.is_read_linearly = is_linear(model)
+        self.has_plain_queries_and_keys = has_plain_queries_and_keys(model)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """Computes query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
         The number of groups is that of KV heads, or the tensor parallel degree if that is larger.
         """
-        save = not (is_unrolled() and self.is_read_linearly)
+        save = not (is_unrolled() and self.has_plain_queries_and_keys)
         if not computes_apart(("kv", "heads")):
             return grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
         # No rank shares the gradient of their input: a product each.
@@ -69,7 +69,7 @@ class GroupedQKV(nnx.Module):
 class AssembledQKV(nnx.Module):
     """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
-    is_read_linearly = False
+    has_plain_queries_and_keys = False
     rule: ProductRule | None = None
 
     def __init__(self, weight: Array, bias: Array | None) -> None:

@@ -37,7 +37,7 @@ from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext, State
 from mtjax.models.mixers.query_key import scaled_by_position
 from mtjax.models.mixers.transformer import attention_options, kernel_of, options_in_layer
-from mtjax.models.ops import Linear, constant, normal
+from mtjax.models.ops import Linear, constant, draw_normal
 from mtjax.models.project import ProductRule, project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
@@ -68,7 +68,7 @@ class Up(nnx.Module):
 
     def __init__(self, sizes: ProductSizes, std: float, key: Array) -> None:
         """Draws the weight, [*inputs, heads, head_dim]."""
-        self.weight = normal(key, sizes.weight, std)
+        self.weight = draw_normal(key, sizes.weight, std)
 
     def __call__(self, x: Float[Array, "batch act_seq width"]) -> Float[Array, "batch seq heads head_dim"]:
         """Computes the heads of all tokens of a sequence."""

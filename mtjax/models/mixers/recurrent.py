@@ -22,9 +22,9 @@ from mtjax.layout.weights import ProductSizes, Sizes, recurrent_inputs, recurren
 from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.layer_context import LayerContext, State
-from mtjax.models.ops import Linear, normal
+from mtjax.models.layer_loop import ATTENTION_OUTPUT
+from mtjax.models.ops import Linear, draw_normal
 from mtjax.models.project import project, reshard_sequence
-from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use
 
@@ -195,7 +195,7 @@ class GroupedProjection(nnx.Module):
         """Draws the weights of gate and value, of the two shared vectors, and of the numbers of each head."""
         self.names, self.groups = tuple(parts), ssm_groups(model)
         for (name, sizes), own in zip(parts.items(), jax.random.split(key, len(parts)), strict=True):
-            setattr(self, name, normal(own, sizes.weight, model.init_std))
+            setattr(self, name, draw_normal(own, sizes.weight, model.init_std))
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes, of each group in use: gate, value, the two shared vectors, the numbers of each head."""

@@ -20,15 +20,15 @@ from mtjax.config.sizes import GATED, attention_biases, attention_windows, head_
 from mtjax.layout.weights import ProductSizes, attention_products, attention_sinks, mlp_products
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext, State
-from mtjax.models.ops import Linear, activation_of, constant, normal, scaled
+from mtjax.models.layer_loop import SAVED, is_unrolled
+from mtjax.models.ops import Linear, activation_of, constant, draw_normal, scaled
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import SAVED, is_unrolled
 
-Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
+Attend = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
 
 
-def kernel_of(attention: str) -> Kernel:
+def kernel_of(attention: str) -> Attend:
     """Returns the kernel of the setting `attention`, whose auto `mtjax.layout.attention_kernel` has replaced."""
     match attention:
         case "cudnn":
@@ -107,11 +107,11 @@ class SelfAttention(nnx.Module):
         """Attends with products of the input; arguments and results otherwise as of `__call__`."""
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
-        if not self.qkv.is_read_linearly or context.rotation is not None or context.query_scale is not None:
+        if not self.qkv.has_plain_queries_and_keys or context.rotation is not None or context.query_scale is not None:
             from mtjax.models.mixers.query_key import prepared
 
             query, key, value = prepared(self, query, key, value, context)
-        if is_unrolled() and self.qkv.is_read_linearly:
+        if is_unrolled() and self.qkv.has_plain_queries_and_keys:
             # What the backward pass reads, instead of the products from which it would rotate these again.
             query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
         options = options_in_layer(self, context)
@@ -153,14 +153,14 @@ class FusedQKV(nnx.Module):
         """Draws the weight, [embed, 3, heads, head_dim]."""
         # Sharded by heads, the third dimension: a rank's shard has the query, key and value of its heads.
         sizes = self_attention_products(model)["qkv"]
-        self.weight = normal(key, sizes.weight, model.init_std)
+        self.weight = draw_normal(key, sizes.weight, model.init_std)
         if model.position == "relative":
             from mtjax.models.relative import initial_query_scale
 
             # Only the query's third of [embed, 3, heads, head_dim].
             self.weight[...] *= jnp.array([initial_query_scale(model), 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, sizes.outputs) if attention_biases(model)[0] else None
-        self.is_read_linearly = is_linear(model)
+        self.has_plain_queries_and_keys = has_plain_queries_and_keys(model)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], adapter: Callable[[], Array] | None = None
@@ -168,14 +168,14 @@ class FusedQKV(nnx.Module):
         """Computes query, key and value, each [batch, seq, heads, head_dim]; `adapter` computes what is added to the
         product, [batch, seq, 3, heads, head_dim], if anything is."""
         bias = None if self.bias is None else self.bias[...]
-        save, names = not (is_unrolled() and self.is_read_linearly), ("qkv", "heads", "head_dim")
+        save, names = not (is_unrolled() and self.has_plain_queries_and_keys), ("qkv", "heads", "head_dim")
         product = project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
         product = product if adapter is None else product + adapter()
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
         return query, key, value
 
 
-def is_linear(model: Model) -> bool:
+def has_plain_queries_and_keys(model: Model) -> bool:
     """Returns whether attention's inputs are linear in the products: rotated or scaled perhaps, but neither normalized
     nor clipped."""
     return not model.qk_norm and model.qkv_clip is None

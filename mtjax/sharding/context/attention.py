@@ -24,8 +24,8 @@ def context_attention(
     method: Method,
     is_causal: bool,
     queries: QueryBlock,
-    key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
     dropout: DropoutState | None,
     names: tuple[str, str],
     sinks: Float[Array, " heads"] | None = None,
@@ -37,7 +37,7 @@ def context_attention(
       method: how keys and values are sent to the queries.
       is_causal: whether tokens attend only to themselves and those before them.
       queries: this rank's; positions and the starts of windows are [seq], equal in all samples, and slopes [heads].
-      key: this rank's; heads / groups consecutive query heads share a key and a value head.
+      key: this rank's; heads / kv_heads consecutive query heads share a key and a value head.
       value: this rank's, likewise.
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
       names: of the arrays saved for the backward pass: the output, and float32 log-sums [batch, seq, heads].

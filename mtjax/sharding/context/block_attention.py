@@ -37,8 +37,8 @@ class QueryBlock(NamedTuple):
 class KVBlock(NamedTuple):
     """Keys and values of some tokens."""
 
-    key: Float[Array, "batch seq groups head_dim"]
-    value: Float[Array, "batch seq groups head_dim"]
+    key: Float[Array, "batch seq kv_heads head_dim"]
+    value: Float[Array, "batch seq kv_heads head_dim"]
     positions: Int[Array, "batch seq"]
     segments: Int[Array, "batch seq"] | None = None
 

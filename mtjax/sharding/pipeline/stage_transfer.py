@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.rules import MODEL, STAGE
-from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, map_ranks, with_axes
+from mtjax.sharding.axes import dimension_axes, fully_manual, map_ranks, non_manual_axes, with_axes
 from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any
@@ -74,7 +74,7 @@ def sum_from_owner(x: Array) -> Array:
 
 def _packed_spec(x: Array, spec: PartitionSpec) -> PartitionSpec:
     """Adds `model` to the sequence dimension of `spec`, if `x` is not sharded and its sequence is divisible."""
-    if MODEL not in explicit_axes() or any(dimension_axes(spec, dim) for dim in range(x.ndim)):
+    if MODEL not in non_manual_axes() or any(dimension_axes(spec, dim) for dim in range(x.ndim)):
         return spec
     if x.shape[1] % jax.typeof(x).sharding.mesh.shape[MODEL]:
         return spec

@@ -173,7 +173,7 @@ class Letter:
         if self.loop.saves_gathered:
             # The gathered arrays are among the residuals: these fill their places in `of_layer`, and `regathered`
             # lacks them.
-            gathered = [jnp.zeros(()) for like in self.loop.communicated if isinstance(like, ShardedParam)]
+            gathered = [jnp.zeros(()) for like in self.loop.prefetched if isinstance(like, ShardedParam)]
         parameters = self.loop.of_layer(gathered, stacks.shards, place)
         again = self._read_again(parameters, index_layer(stacks.resident, place), shared)
         gradient, parameters, own, constants = vjp.of(again)(cotangents)

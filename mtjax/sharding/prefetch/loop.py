@@ -32,7 +32,7 @@ Run = Callable[..., tuple[Array, Tree]]
 class PrefetchLoop:
     """The static description of the loop; it holds no arrays."""
 
-    communicated: Sequence[ShardedParam | ReplicatedParam]
+    prefetched: Sequence[ShardedParam | ReplicatedParam]
     """The prefetched parameters, without their arrays."""
     is_trainable: Sequence[bool]
     run: Run
@@ -50,7 +50,7 @@ class PrefetchLoop:
     @property
     def saves_gathered(self) -> bool:
         """Whether the backward pass reads what the forward pass gathered."""
-        return any(isinstance(like, ShardedParam) and like.keep_for_backward for like in self.communicated)
+        return any(isinstance(like, ShardedParam) and like.keep_for_backward for like in self.prefetched)
 
     def gather(self, shards: list[Array], index: Any) -> list[Array]:
         """All-gathers the sharded parameters of a layer.
@@ -62,7 +62,7 @@ class PrefetchLoop:
         Returns:
           [...] of each prefetched parameter that is a `ShardedParam`, in full.
         """
-        of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
+        of_layer = zip(self.prefetched, index_layer(shards, index), strict=True)
         wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, ShardedParam)]
         # What is saved for the backward pass is row-major, as the gather's layout would spread to the stack of it.
         if not self.saves_gathered:
@@ -73,7 +73,7 @@ class PrefetchLoop:
     def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Any]:
         """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
         arrays, gathered_iter = index_layer(shards, index), iter(gathered)
-        pairs = zip(self.communicated, arrays, strict=True)
+        pairs = zip(self.prefetched, arrays, strict=True)
         return [
             _parameter_of(like, next(gathered_iter) if isinstance(like, ShardedParam) else array)
             for like, array in pairs
@@ -81,7 +81,7 @@ class PrefetchLoop:
 
     def regathered(self, parameters: list[Any]) -> list[Array]:
         """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
-        pairs = zip(self.communicated, map(_array_of, parameters), strict=True)
+        pairs = zip(self.prefetched, map(_array_of, parameters), strict=True)
         return [array for like, array in pairs if not (isinstance(like, ShardedParam) and like.keep_for_backward)]
 
     def unreduced(self, gradients: list[Any]) -> list[Array]:
@@ -90,7 +90,7 @@ class PrefetchLoop:
         # XLA: in float32 it would copy them in each iteration, as the reduction reads the slot of one layer while the
         # backward pass of the next writes it. Cast by the reduction, they are read before.
         whole = [g if isinstance(g, Array) else g.carrier for g in gradients]
-        of_layer = zip(self.communicated, whole, self.is_trainable, strict=True)
+        of_layer = zip(self.prefetched, whole, self.is_trainable, strict=True)
         return [_narrow(gradient, like.reduction.comm_dtype) for like, gradient, is_trained in of_layer if is_trained]
 
     def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
@@ -105,7 +105,7 @@ class PrefetchLoop:
           The accumulators.
         """
         trainable = [
-            like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
+            like for like, is_trainable in zip(self.prefetched, self.is_trainable, strict=True) if is_trainable
         ]
         # XLA: arithmetic would be computed in each kernel that reads or writes a layer, which then are not one: see
         # `add_to_layer`.
@@ -113,7 +113,7 @@ class PrefetchLoop:
 
         def one(accumulator: Array, gradient: Array, like: ShardedParam | ReplicatedParam) -> Array:
             """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
-            layer_spec = spec(*like.names) if isinstance(like, ShardedParam) else like.spec
+            layer_spec = spec(*like.names) if isinstance(like, ShardedParam) else like.compute_spec
             # XLA: an all-reduce whose result is added to an array that a loop carries is moved after the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.
             put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
@@ -178,7 +178,7 @@ def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
     """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
     if isinstance(leaf, ShardedParam):
         return leaf.sent
-    return leaf.array if isinstance(leaf.array, Array) else leaf.array.values
+    return leaf.parameter if isinstance(leaf.parameter, Array) else leaf.parameter.values
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["tree", "indices"])
@@ -228,8 +228,8 @@ def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | Repl
     if isinstance(leaf, ShardedParam):
         return replace(leaf, shard=None, cast=())
     # A matrix in 8 bits keeps its type and rule, without its numbers.
-    kept = None if isinstance(leaf.array, Array) else replace(leaf.array, values=None)
-    return replace(leaf, array=kept, shard=None)
+    kept = None if isinstance(leaf.parameter, Array) else replace(leaf.parameter, values=None)
+    return replace(leaf, parameter=kept, shard=None)
 
 
 def _parameter_of(like: ShardedParam | ReplicatedParam, array: Array) -> Any:
@@ -237,7 +237,7 @@ def _parameter_of(like: ShardedParam | ReplicatedParam, array: Array) -> Any:
     if isinstance(like, ShardedParam):
         full = like.in_full(array)
         return full if isinstance(full, Array) else full.with_carrier()
-    return array if like.array is None else replace(like.array, values=array).with_carrier()
+    return array if like.parameter is None else replace(like.parameter, values=array).with_carrier()
 
 
 def _narrow(gradient: Array, dtype: str) -> Array:

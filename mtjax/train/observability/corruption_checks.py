@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from mtjax.errors import UserError
-from mtjax.models.sharded_model import Batch
+from mtjax.models.sharded_model import GlobalBatch
 from mtjax.runtime.checkpoints.checkpoint import hash_of, names_of, state_arrays
 from mtjax.runtime.train_state import State
 from mtjax.sharding.replicas import holders, map_shards
@@ -38,7 +38,7 @@ class CorruptionChecks:
         """Returns whether `check_step` checks a step."""
         return self._every > 0 and step % self._every == 0
 
-    def check_step(self, step: int, state: State, batch: Batch) -> None:
+    def check_step(self, step: int, state: State, batch: GlobalBatch) -> None:
         """Computes a step twice, and compares gradients, parameters and optimizer state.
 
         Raises:
@@ -66,7 +66,7 @@ class CorruptionChecks:
             rows = np.asarray(self._program.on_mesh(_rows, tree))
             self._compare(step, names_of(tree), rows, [holders(a) for a in jax.tree.leaves(tree)])
 
-    def _rows_of_step(self, state: State, batch: Batch) -> Array:
+    def _rows_of_step(self, state: State, batch: GlobalBatch) -> Array:
         return self._program.on_mesh(self._compiled, state, batch)
 
     @cached_property
@@ -77,7 +77,7 @@ class CorruptionChecks:
             compiler_options=self._program.xla.options or None,
         )
 
-    def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
+    def _step_results(self, state: State, batch: GlobalBatch) -> dict[str, Any]:
         """Computes all results of a step."""
         # Inside the program whose fingerprints they are: only these leave it, so few of the arrays are ever stored.
         loss, parts, gradients = self._program.gradients(*self._program.gradient_inputs(state, batch))

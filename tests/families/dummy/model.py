@@ -11,7 +11,7 @@ from mtjax.layout.stacks import stacks_of
 from mtjax.models.language_model import HiddenStates, Section, embed_tokens, vocabulary_table
 from mtjax.models.layer import Stack
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.recompute import Recompute
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 
@@ -20,11 +20,11 @@ class Dummy(GPT):
 
     def __init__(self, config: Any, *, key: Any) -> None:
         table_key, stack_key = jax.random.split(key)
-        model, recompute = config.model, Recompute.of(config.training)
+        model, loop_settings = config.model, LayerLoopSettings.of(config.training)
         self.table = vocabulary_table(model, table_key)
         own = dataclasses.replace(stacks_of(model)[0], kind="plain")
         self.layers_of_mine = Stack(
-            model, jnp.float32, own=own, recompute=recompute, parallel=config.parallel, key=stack_key
+            model, jnp.float32, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key
         )
 
     @property

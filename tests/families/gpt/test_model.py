@@ -14,8 +14,8 @@ from mtjax.layout.rules import MODEL
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.layer import Layer, Stack
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.ops import dropout
-from mtjax.models.recompute import Recompute
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import batch_sharding
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, tiny_config
@@ -171,7 +171,7 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
         (own,), key_0 = stacks_of(model), jax.random.key(0)
-        stack = Stack(model, jnp.float32, own=own, recompute=Recompute(), parallel=Parallel(), key=key_0)
+        stack = Stack(model, jnp.float32, own=own, loop_settings=LayerLoopSettings(), parallel=Parallel(), key=key_0)
         x, _ = stack.over_layers(LayerContext(key[None]))(jnp.zeros((1, 1, 1)))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

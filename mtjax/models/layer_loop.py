@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from mtjax.config import Training
 from mtjax.layout.stacks import FEWEST_PREFETCHED
-from mtjax.sharding.axes import explicit_axes
+from mtjax.sharding.axes import non_manual_axes
 from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.zero import gather_upfront
@@ -78,7 +78,7 @@ class Loop(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recompute:
+class LayerLoopSettings:
     """How a stack's layers run one after the other, and what they save; the first three settings are Megatron's
     `--recompute-granularity`, `--recompute-method` and `--recompute-num-layers`."""
 
@@ -106,14 +106,14 @@ class Recompute:
         return is_plain and not any(self.unquantized)
 
     @classmethod
-    def of(cls, training: Training) -> "Recompute":
+    def of(cls, training: Training) -> "LayerLoopSettings":
         """Reads the config's settings."""
         method, number = training.recompute_method, training.recompute_num_layers
         return cls(training.recompute, method, number, training.recompute_offload, bool(training.unroll_layers))
 
 
 def loop_over_layers(
-    run: RunLayer, inputs: LayerInputs, recompute: Recompute, offset: Array | None = None
+    run: RunLayer, inputs: LayerInputs, loop_settings: LayerLoopSettings, offset: Array | None = None
 ) -> LoopOverLayers:
     """Chooses the loop that suits the parameters of the layers, [layers, ...], and the recompute policy.
 
@@ -122,29 +122,29 @@ def loop_over_layers(
     """
     layers, numbers, states = inputs
     # Unstacked parameters: no loop, a Python `for`.
-    if recompute.unrolls:
+    if loop_settings.unrolls:
         from mtjax.models.unrolled import run_unrolled
         from mtjax.sharding.unstack import unstacked_layers
 
         if (unstacked := unstacked_layers(layers)) is not None:
-            return partial(run_unrolled, run, recompute, inputs._replace(parameters=unstacked))
-    loops = loops_of(len(numbers), recompute)
+            return partial(run_unrolled, run, loop_settings, inputs._replace(parameters=unstacked))
+    loops = loops_of(len(numbers), loop_settings)
     layers, sums = split_accumulators(layers)
     # Communication that can be overlapped with computation: a loop with prefetch, which runs a stack from its first to
     # its last layer, without states, and saves inputs on the device.
-    prevents_prefetch = offset is not None or states is not None or recompute.offload
-    has_one_policy = len(loops) == 1 or any(recompute.unquantized)
-    if has_one_policy and recompute.group == 1 and not prevents_prefetch and can_prefetch(layers):
+    prevents_prefetch = offset is not None or states is not None or loop_settings.offload
+    has_one_policy = len(loops) == 1 or any(loop_settings.unquantized)
+    if has_one_policy and loop_settings.group == 1 and not prevents_prefetch and can_prefetch(layers):
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
 
         variants = [(loop.variant, loop.times) for loop in loops]
         return partial(scan_with_prefetch, run, loops[0].saving, variants, inputs._replace(parameters=layers), sums)
     # What a loop with prefetch gathers a layer ahead is gathered before this one.
     stack = inputs._replace(parameters=gather_upfront(layers))
-    if recompute.group > 1:
+    if loop_settings.group > 1:
         from mtjax.models.recompute_methods import scan_groups
 
-        return partial(scan_groups, run, recompute.group, stack, loops, sums, offset)
+        return partial(scan_groups, run, loop_settings.group, stack, loops, sums, offset)
     # Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run.
     if len(loops) > 1 or sums is not None or offset is not None:
         return partial(scan_accumulating, run, stack, loops, sums, offset)
@@ -155,7 +155,7 @@ def can_prefetch(layers: Layers, fewest: int = FEWEST_PREFETCHED) -> bool:
     """Returns whether a stack has communication to overlap, and enough layers for a loop."""
     found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
     # XLA: outside the manual region its partitioner inserts the collectives, and nothing is differentiated.
-    is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
+    is_manual = bool(found) and not non_manual_axes().issuperset(found[0].reduction.axes)
     return is_manual and len(jax.tree.leaves(found[0])[0]) >= fewest
 
 
@@ -164,18 +164,18 @@ def as_it_is(run: Any) -> Any:
     return run
 
 
-def loops_of(count: int, recompute: Recompute) -> list[Loop]:
+def loops_of(count: int, loop_settings: LayerLoopSettings) -> list[Loop]:
     """Returns the loops over layers; a group is one iteration.
 
     Raises:
       UserError: the layers are not a multiple of the group.
     """
-    if recompute.has_one_loop:
-        saving = save_input if recompute.kind == "full" else partial(save_products, kind=recompute.kind)
+    if loop_settings.has_one_loop:
+        saving = save_input if loop_settings.kind == "full" else partial(save_products, kind=loop_settings.kind)
         return [Loop(saving, count, as_it_is)]
     from mtjax.models.recompute_methods import loops_by_method
 
-    return loops_by_method(count, recompute)
+    return loops_by_method(count, loop_settings)
 
 
 def scan_accumulating(
