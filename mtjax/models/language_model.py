@@ -93,7 +93,7 @@ class WithVocabulary(nnx.Module):
     output_bias: nnx.Param | None = None
     """[vocab]: of the logits, if any."""
     output_options = OutputOptions(0)
-    """Factor and soft cap of the logits."""
+    """Factor and soft cap of the logits; the vocabulary's size is an argument of `output_head`."""
 
     @property
     def output_table(self) -> nnx.Param:
@@ -101,7 +101,8 @@ class WithVocabulary(nnx.Module):
         return self.embedding if self.output is None else self.output
 
     def output_head(self, vocab_size: int = 0) -> tuple[Any, Array | None, OutputOptions]:
-        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
+        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed; 0
+        for callers that read only the first two, or mask no padding rows."""
         bias = None if self.output_bias is None else self.output_bias[...]
         return self.output_table[...], bias, replace(self.output_options, vocab_size=vocab_size)
 
@@ -186,7 +187,7 @@ def run_sections(
 
 @dataclass(frozen=True)
 class TrunkLosses:
-    """A trunk as a function of its parameters: the `LossModel` of ranks that have all layers."""
+    """A model as a function of its parameters: the `LossModel` of ranks that have all layers."""
 
     model: Callable[[Tree], TrunkWithLosses]
     """Builds the model from its parameters."""

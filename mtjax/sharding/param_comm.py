@@ -59,7 +59,7 @@ class WrappedParam:
 
     @property
     def communicates_as(self) -> "ShardedParam | ReplicatedParam | None":
-        """Itself, if ranks communicate for it."""
+        """The wrapper for which ranks communicate: itself, or None."""
         return self  # pyright: ignore[reportReturnType]
 
 

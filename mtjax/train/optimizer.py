@@ -28,9 +28,9 @@ from mtjax.sharding.axes import min_and_sum_over_shards, shard_like_rows
 
 Tree = Any
 LayerNumbersOf = Callable[[str], Sequence[int]]
-"""Maps the dotted name of a stacked array to the indices of its layers."""
+"""Maps the dotted name of a stacked array to the numbers of its layers in the model."""
 ALL_FINITE = -1
-"""The index in the place of that of the first tensor that is not finite, if everything is finite."""
+"""`first_bad` when every tensor is finite; else it is the index of the first that is not."""
 Ratio = jax.Array
 """Fraction of a phase that is over, 0 to 1."""
 

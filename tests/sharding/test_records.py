@@ -71,7 +71,11 @@ def test_a_gradient_is_summed_over_the_axes_that_do_not_split_its_parameter(rule
 def test_a_record_of_a_stack_knows_one_layer():
     records = program_of("2x4", zero=3).records
     up = records["stack"]["layers"]["mlp"]["up"]["weight"]
-    assert (up.name, up.axes, up.shape) == ("stack.layers.mlp.up.weight", ("layers", "embed", "mlp"), (2, 32, 128))
+    assert (up.name, up.logical_axes, up.shape) == (
+        "stack.layers.mlp.up.weight",
+        ("layers", "embed", "mlp"),
+        (2, 32, 128),
+    )
     assert up.is_stacked and up.is_matrix
     assert (up.layer_logical_axes, up.grad_reduction.dim, up.layer_grad_reduction.dim) == (("embed", "mlp"), 1, 0)
     assert (up.compute_spec, up.storage_spec) == (P(None, None, "model"), P(None, "data", "model"))

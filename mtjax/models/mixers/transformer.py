@@ -176,8 +176,7 @@ class FusedQKV(nnx.Module):
 
 
 def has_plain_queries_and_keys(model: Model) -> bool:
-    """Returns whether attention's inputs are linear in the products: rotated or scaled perhaps, but neither normalized
-    nor clipped."""
+    """Returns whether queries and keys are neither normalized nor clipped; they may be rotated or scaled."""
     return not model.qk_norm and model.qkv_clip is None
 
 
