@@ -116,7 +116,10 @@ class TrainStep(ShardedModel):
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """Lowers the train step from abstract values, without touching a device."""
-        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
+        arguments = self.abstract_state, self.abstract_step_batch(global_batch_size)
+        # Not by `on_mesh`, which would be a frame more above every operation of the step.
+        with jax.set_mesh(self.mesh):
+            return self._compiled_step.lower(*arguments)
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> GlobalBatch:
         """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
