@@ -123,8 +123,8 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
 def executed(
     roofline: Roofline, computation: Computation, times: float, *, in_loop: bool, taken: Taken = NONE_TAKEN
 ) -> Iterator[tuple[Computation, Instruction, float, bool]]:
-    """Yields operations with their executions and whether they are in a loop; of branches, as the roofline does, those
-    of the longest."""
+    """Yields operations with their executions and whether they are in a loop; of branches, those that the roofline
+    counts."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call", "conditional"):
             inside = in_loop or instruction.opcode == "while"

@@ -47,8 +47,8 @@ def _visit(
             # The table has a row for each tick of the loop around the branch, so its count is that of a step already:
             # not times `count`.
             times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
-            # One of the two runs: counting both would double attention. The second is for unusual lengths of documents,
-            # or has no window, and all the same the FLOPs of the first: those of a window are counted in full.
+            # Only one of the two kernels runs, so only the first is counted. The second is for unusual lengths of documents,
+            # or for layers without a window; its FLOPs are the same, as those of a window are counted in full.
             if attention_choice(instruction) and not module.is_true_branch(instruction, callee):
                 times = 0
             # Fusions too: matmuls may be in them.

@@ -40,7 +40,7 @@ class BatchedMatmul:
     """Dtype of the operands."""
     is_flash: bool = False
     """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
-    computed: float = 1.0
+    computed_share: float = 1.0
     """Share of its FLOPs that a flash attention kernel computes: half of causal attention's, less with a window."""
     own: Own | None = None
     """Where this is our own kernel."""
@@ -103,8 +103,9 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> B
     batch, queries, heads, width = query.dims
     # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
     widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
-    computed = _computed_share(instruction.attributes, key.dims[1])
-    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, computed=computed)
+    share = _computed_share(instruction.attributes, key.dims[1])
+    sizes = (queries, widths, key.dims[1], batch * heads)
+    return BatchedMatmul(*sizes, query.dtype, is_flash=True, computed_share=share)
 
 
 def _computed_share(attributes: str, keys: int) -> float:

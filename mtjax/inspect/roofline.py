@@ -224,7 +224,7 @@ class Roofline:
         if product.own:
             return machine.own_attention(*product.own)
         if product.is_flash:
-            return machine.flash(product.flops * product.computed)
+            return machine.flash(product.flops * product.computed_share)
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:

@@ -314,7 +314,6 @@ def open_best_checkpoint(
     best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
     checkpoints = open_best(environment, step)
     stack.callback(checkpoints.close)
-    # Read when a save fails: the command is known then.
     saves = Saves(checkpoints, config.output.max_failed_saves, lambda: environment.peers.advice, say)
     return BestCheckpoint(best, saves)
 
