@@ -1,7 +1,7 @@
 """Every instruction that a step executes, and how often: loops multiplied, fusions, calls and branches entered.
 
 A branch on the stage of a pipeline counts as often as the stage that runs it takes it: embedding and losses once a
-microbatch, not once a tick. Of a branch between two attention kernels the first counts, the usual one.
+microbatch, not once a tick. Of two attention kernels, of which one runs, the first counts.
 """
 
 from collections.abc import Iterator
@@ -47,8 +47,8 @@ def _visit(
             # The table has a row for each tick of the loop around the branch, so its count is that of a step already:
             # not times `count`.
             times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
-            # Only one of the two kernels runs, so only the first is counted. The second is for unusual lengths of documents,
-            # or for layers without a window; its FLOPs are the same, as those of a window are counted in full.
+            # Only one of the two kernels runs, so only the first is counted. The second is for unusual lengths of
+            # documents, or for layers without a window; its FLOPs are the same, as a window's are counted in full.
             if attention_choice(instruction) and not module.is_true_branch(instruction, callee):
                 times = 0
             # Fusions too: matmuls may be in them.

@@ -10,7 +10,8 @@ from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.optimizer import exposed_host_bytes
 from mtjax.analysis.timing import step_time
-from mtjax.config.sizes import windowed_layers
+from mtjax.config.sizes import layers_with_prediction, windowed_layers
+from mtjax.config.ssm import ATTENTION, numbers_of
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
@@ -85,8 +86,10 @@ def predict(
       dumped: folder to which XLA wrote the program's kernels, if they are to be read.
     """
     side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
-    layers = windowed_layers(step.config.model)
-    windowed = sum(layers) / len(layers)
+    model = step.config.model
+    # Of hybrid models only those with attention.
+    numbers = numbers_of(model, ATTENTION) or layers_with_prediction(model)
+    windowed = sum(windowed_layers(model)[number] for number in numbers) / len(numbers)
     roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side, windowed=windowed)
     kernels = audit(step, roofline, dumped) if dumped else None
     walked = roofline.run()

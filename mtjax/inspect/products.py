@@ -16,6 +16,7 @@ _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
 _UNMASKED = re.compile(r'"mask_type":\s*"(?!\w*CAUSAL)')
 """In the configuration of cuDNN's attention where it is not causal: a ring's steps with the keys of other ranks."""
 _WINDOW = re.compile(r'"sliding_window_length":\s*"?([1-9]\d*)')
+"""Likewise, its sliding window, if any: 0 is none."""
 _OWN = re.compile(rf"/(?P<kernel>{FORWARD}|{KEYS_BACKWARD}|{QUERIES_BACKWARD})(?P<causal>{CAUSAL})?/pallas_call")
 
 
@@ -109,7 +110,7 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> B
 
 
 def _computed_share(attributes: str, keys: int) -> float:
-    """Returns the share of the scores that cuDNN's kernel computes, to the nearest of its blocks."""
+    """Returns the share of the scores that cuDNN's kernel computes, without the rest of its blocks."""
     if _UNMASKED.search(attributes):
         return 1.0
     window = _WINDOW.search(attributes)

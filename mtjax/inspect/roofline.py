@@ -152,8 +152,9 @@ class Roofline:
         """Yields what a loop, a call or a conditional runs.
 
         Loops run their body as often as XLA says, a loop over ticks with the branches of the slowest stage in each
-        tick; of two attention kernels that of usual samples, or each as often as layers have it, and of other branches
-        that do not depend on the stage the longest.
+        tick. Of two attention kernels, for usual and unusual documents, the first runs; of two for layers with and
+        without a window, each for its share of the layers; of other branches that do not depend on the stage, the
+        longest.
         """
         callees = list(self.module.callees(instruction))
         if instruction.opcode == "conditional":

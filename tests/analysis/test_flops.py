@@ -78,6 +78,15 @@ def test_windows_leave_the_pairs_within_them():
     assert flops.model_flops(windowed) == flops.model_flops(GPT_345M)
 
 
+def test_windows_of_hybrid_models_are_those_of_layers_with_attention():
+    """Of eight layers two have attention, and by their numbers, 3 and 7, a window."""
+    model = dataclasses.replace(config.load("nemotron-h-8b").model, num_layers=8, layer_pattern="(M-M*)x2")
+    windowed = dataclasses.replace(model, attention_window=1024, window_layers="FFFS")
+    (share,) = {part.scores.visible for stack in anatomy_of(windowed).stacks for part in stack.parts if part.scores}
+    window = 1024 / model.sequence_length
+    assert share == window - window**2 / 2
+
+
 def test_attention_that_looks_both_ways_has_no_causal_half():
     bert = anatomy_of(config.load("bert-base").model)
     assert flops.model_flops(bert, causal=True) == flops.model_flops(bert)

@@ -29,6 +29,7 @@ from mtjax.config.sizes import (
     num_outputs,
     padded_vocab_size,
 )
+from mtjax.config.ssm import ATTENTION, numbers_of
 from mtjax.layout.stacks import stacks_of
 
 
@@ -146,11 +147,12 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
 
 
 def _visible_share(model: Model, tokens: int, *, is_ahead: bool) -> float:
-    """Returns the share of scores that a causal layer needs, in the mean of all layers, or of those of multi-token
-    prediction: half, or less with windows."""
+    """Returns the share of scores that a causal layer needs, in the mean of all layers with attention, or of those of
+    multi-token prediction: half, or less with windows."""
     # Of s tokens with a window of w, all but the first w see w: w s - w^2 / 2 of s^2 pairs.
     every = attention_windows(model) or (tokens,) * (model.num_layers + model.mtp_num_layers)
-    windows = every[model.num_layers :] if is_ahead else every[: model.num_layers]
+    layers = numbers_of(model, ATTENTION) or range(model.num_layers)
+    windows = every[model.num_layers :] if is_ahead else [every[number] for number in layers]
     shares = [min(window / tokens, 1.0) for window in windows]
     return sum(share - share * share / 2 for share in shares) / len(shares)
 

@@ -170,21 +170,21 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
     # Before `use`, which adds the instructions' clock.
     without = roofline.run().seconds
     found: dict[str, list[_Site]] = {}
-    libraries = 0
+    libraries = 0.0
     for site in map(_Site._make, executed(roofline, roofline.module.entry, 1, in_loop=False)):
         kernel = kernel_of(dumped, site.instruction)
         # What XLA did not write is a library's, or a copy.
         if kernel in assembled:
             found.setdefault(kernel, []).append(site)
         elif site.instruction.opcode == "custom-call":
-            libraries += round(site.times)
+            libraries += site.times
     rows = [reader.row(name, sites) for name, sites in found.items()]
     roofline.use(by_instructions(rows))
     return KernelReport(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         step=roofline.run().seconds,
         without=without,
-        libraries=libraries,
+        libraries=round(libraries),
         own_products=sum(row.by_products > 0 for row in rows),
     )
 
