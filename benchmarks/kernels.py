@@ -6,8 +6,8 @@ with exit code 1; tests/inspect/test_kernels.py reads the file.
 
     python benchmarks/kernels.py [--presets gpt2-355m bert-base] [--targets h100x8 a100x8] [--out FILE.json] [--again]
 
-Needs no GPU, but the extra `aot-cudnn`. 6 to 174 CPU seconds (median 32) for each preset and target. It can be stopped and started
-again: what the file has from the same version of jax is left out, unless `--again` is given.
+Needs no GPU, but the extra `aot-cudnn`. 6 to 174 CPU seconds (median 32) for each preset and target. It can be stopped
+and started again: what the file has from the same version of jax is left out, unless `--again` is given.
 """
 
 import gc
