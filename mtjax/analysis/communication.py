@@ -90,7 +90,10 @@ def _contract(
     joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """Builds it; `pipeline`: chunks of stages are "recomputed" or "kept", or ""; `joins`: XLA adds outputs first."""
+    """Builds the contract of a step.
+
+    Chunks of stages are recomputed or kept, as `pipeline` says, or there are none (""). `joins`: XLA adds outputs first.
+    """
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,

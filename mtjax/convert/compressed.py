@@ -155,8 +155,7 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
             )
     for name, group in _members(settings, "config_groups", wrong):
         weights = group.get("weights") or {}
-        if not isinstance(weights, dict):
-            wrong.append(f"quantization_config has weights {shortened(repr(weights))} in {name}, but must be an object")
+        if not _is_object(weights, "weights", f" in {name}", wrong):
             continue
         # With actorder "group", inputs of a group are not consecutive, and a tensor `weight_g_idx` says which they are.
         known = {"num_bits": (4, 8), "strategy": ("group", "channel", "tensor"), "actorder": (None, "static", "weight")}
@@ -172,17 +171,21 @@ def _members(settings: Mapping[str, Any], path: str, wrong: list[str]) -> list[t
     found: Any = settings
     for key in path.split("."):
         found = found.get(key) or {}
-        if not isinstance(found, dict):
-            wrong.append(f"quantization_config has {key} {shortened(repr(found))}, but must be an object")
+        if not _is_object(found, key, "", wrong):
             return []
-    for name, member in found.items():
-        if not isinstance(member, dict):
-            wrong.append(f"quantization_config has {name} {shortened(repr(member))} in {path}, but must be an object")
-    return [(name, member) for name, member in found.items() if isinstance(member, dict)]
+    return [(name, member) for name, member in found.items() if _is_object(member, name, f" in {path}", wrong)]
+
+
+def _is_object(value: Any, name: str, where: str, wrong: list[str]) -> bool:
+    """Returns whether a value is a JSON object; adds to `wrong` what has another value."""
+    if isinstance(value, dict):
+        return True
+    wrong.append(f"quantization_config has {name} {shortened(repr(value))}{where}, which must be an object")
+    return False
 
 
 def _locations(scheme: Mapping[str, Any]) -> list[Any]:
-    """Returns where the rotations of a scheme are; a rotation that does not say it in the known way, as it stands."""
+    """Returns where the rotations of a scheme are; for a malformed entry, the entry itself as text."""
     applied = scheme.get("apply") or []
     each = applied if isinstance(applied, list) else [applied]
     return [one.get("location") if isinstance(one, dict) else shortened(repr(one)) for one in each]

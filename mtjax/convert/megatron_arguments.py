@@ -78,9 +78,9 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool, letters: str = "
         wrong.append("no position embeddings")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         wrong.append("qk_layernorm is True without normalization RMSNorm")
-    if arguments.get("use_rope_scaling") and arguments.get("rotary_seq_len_interpolation_factor") not in (None, 1):
-        # Megatron-Core applies both, one to frequencies and one to positions.
-        factor = arguments["rotary_seq_len_interpolation_factor"]
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    # Megatron-Core applies both, one to frequencies and one to positions. Without RoPE it applies neither.
+    if _position(arguments) == "rope" and arguments.get("use_rope_scaling") and factor not in (None, 1):
         wrong.append(f"rotary_seq_len_interpolation_factor is {factor!r} beside use_rope_scaling")
     if has_experts(arguments):
         wrong += (
@@ -170,14 +170,17 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ignored_rope(model: Model, *, is_legacy: bool) -> str | None:
-    """Returns a note on a setting of RoPE that versions of Megatron-LM have an argument for and do not compute with."""
+    """Returns a note on a RoPE argument that some versions of Megatron-LM accept and ignore; None if there is none."""
     if model.position != "rope" or model.layer_pattern:
         return None
     if is_legacy and (model.rope_theta != LEGACY_ROPE_BASE or model.rope_scaling == "llama3"):
-        scaled = " and use_rope_scaling" if model.rope_scaling == "llama3" else ""
+        scaling, unscaled = "", ""
+        if model.rope_scaling == "llama3":
+            scaling, unscaled = " and the scaling of use_rope_scaling", ", unscaled"
         return (
-            f"rotary_base {model.rope_theta:g}{scaled} is read as given, and Megatron-LM's legacy code computes with "
-            f"{LEGACY_ROPE_BASE:g} without scaling: if it trained these weights, describe the model with --config FILE"
+            f"the model gets rotary_base {model.rope_theta:g}{scaling} from the arguments, which Megatron-LM's legacy "
+            f"code ignores (it uses {LEGACY_ROPE_BASE:g}{unscaled}): if the legacy code trained these weights, "
+            "describe the model with --config FILE"
         )
     if model.rope_scaling == "llama3" and model.rope_factor != ROPE_FACTOR:
         return (

@@ -130,15 +130,20 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _named_as_target(target: Path, inside: Path | None = None) -> Iterator[None]:
-    """Converts errors of files to a `UserError` that names the target; with `inside`, only those of files in this
-    folder, and of a full disk, which name no file."""
+    """Converts errors of files to a `UserError` that names the target.
+
+    With `inside`, only those of files in this folder, and those that name no file, as of a full or failing disk.
+    """
     try:
         yield
     except OSError as e:
         names = [Path(name) for name in (e.filename, e.filename2) if isinstance(name, str | Path)]
         is_full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if inside is not None and not is_full and not any(name.is_relative_to(inside) for name in names):
-            raise
+            # Errors of connections are not of files: that of a closed pipe ends the command without a message.
+            if names or e.errno is None or isinstance(e, ConnectionError):
+                raise
+            raise UserError(f"the source can't be read, or {target} can't be written: {e.strerror or e}") from e
         raise UserError(f"{target} can't be written: {e.strerror or e}") from e
 
 

@@ -13,7 +13,7 @@ from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.config.sizes import dense_layers
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron import Split, written_names
-from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
+from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, ignored_rope
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
 from mtjax.convert.megatron_files import EXTRA_STATE
 from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, iteration_folder
@@ -24,6 +24,7 @@ from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
 from mtjax.convert.torch_dist import COMMON_FILE, EXPERTS_NORM, LAYERS, MLP_NORM, VERSION
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
 from mtjax.errors import UserError
+from mtjax.runtime.processes.notes import say_notes
 
 _LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
@@ -73,6 +74,8 @@ class TorchDistSink:
         self._arguments |= expert_arguments(model, 1, 1, False)
         keys = HYBRID if model.layer_pattern else TRANSFORMER_ENGINE
         self._selection = table_of(model, keys, VERSION, is_distributed=True).select(parameters)
+        if note := ignored_rope(model, is_legacy=False):
+            say_notes([note])
         # Megatron stacks layers over the model only if all are alike (non_homogeneous_layers).
         self._is_stacked = not dense_layers(model) and not model.layer_pattern
         self._content: dict[str, Any] = {

@@ -120,7 +120,7 @@ def test_weights_that_are_rotated_in_the_files_alone_are_read():
         ("llama", compressed(transform_config={"config_groups": {"R4": "input"}}), "R4 'input' .* must be an object"),
         ("llama", compressed(transform_config=["R4"]), "transform_config .* must be an object"),
         ("llama", compressed(config_groups=[{"weights": {}}]), "config_groups .* must be an object"),
-        ("llama", compressed(config_groups={"g": {"weights": "int4"}}), "weights 'int4' in g, but must be an object"),
+        ("llama", compressed(config_groups={"g": {"weights": "int4"}}), "weights 'int4' in g, which must be an object"),
         ("gpt_oss", {"quant_method": "fp8"}, "'fp8', but must have 'mxfp4'"),
         ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size \\[64, 64\\]"),
         ("deepseek_v3", {"quant_method": "fp8"}, "weight_block_size None"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtjax.commands.convert import main
+from mtjax.convert.megatron_arguments import unsupported
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
@@ -228,6 +229,10 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     ignored = "rope_scaling_factor is 4, and Megatron-LM before its pull request 6306 (August 2026) computes with 8"
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count(ignored) == 2
+    distributed = [f"megatron:{tmp_path / 'distributed'}", "--ckpt-format", "torch_dist"]
+    assert run(f"hf:{tmp_path / 'llama3'}", *distributed) == 0
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(ignored) == 1
 
 
 def with_arguments(folder, tensors, impl, **arguments):
@@ -245,7 +250,7 @@ def test_the_base_that_the_legacy_code_ignores_is_told(reference, tmp_path, caps
         with_arguments(tmp_path / name, tensors, "legacy", rotary_base=base)
         assert run(f"megatron:{tmp_path / name}", f"mtjax:{tmp_path / name}-ours", *PADDED) == 0
         printed = capsys.readouterr()
-        told = "rotary_base 500000 is read as given, and Megatron-LM's legacy code computes with 10000"
+        told = "rotary_base 500000 from the arguments, which Megatron-LM's legacy code ignores (it uses 10000): if the"
         assert (told in printed.out + printed.err) == (name == "other")
     assert prints(tmp_path / "other-ours") == prints(folder / "ours")
 
@@ -257,6 +262,8 @@ def test_two_scalings_of_rope_are_refused(reference, tmp_path, capsys):
     with_arguments(tmp_path / "megatron", tensors, "local", **both)
     assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}", *PADDED) == 2
     assert "rotary_seq_len_interpolation_factor is 2 beside use_rope_scaling" in capsys.readouterr().err
+    without_rope = both | {"position_embedding_type": "learned_absolute"}
+    assert [what for what in unsupported(without_rope, is_core=True) if "rope" in what or "rotary" in what] == []
 
 
 @pytest.mark.parametrize(

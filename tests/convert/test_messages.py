@@ -393,8 +393,11 @@ def test_a_file_that_cannot_be_read_is_not_called_a_target_that_cannot_be_writte
     with pytest.raises(IsADirectoryError) as read, new_folder(target):
         source.read_text()
     assert read.value.filename == str(source)
-    with pytest.raises(OSError, match="Input/output error"), new_folder(target):
+    either = f"^the source can't be read, or {target} can't be written: Input/output error$"
+    with pytest.raises(UserError, match=either), new_folder(target):
         raise OSError(errno.EIO, os.strerror(errno.EIO))  # as a read from a bad disk: it names no file
+    with pytest.raises(BrokenPipeError), new_folder(target):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # of what is printed
     assert list(tmp_path.iterdir()) == [source]
 
 

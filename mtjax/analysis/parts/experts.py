@@ -297,7 +297,7 @@ def mean_loads(stream: ResidualStream) -> list[Expectation]:
 
 
 def load_line(axes: list[str]) -> Expectation:
-    """Returns the line of how many tokens went to each expert of each layer, of all ranks' samples and all stages'
+    """Returns the collective that sums the tokens of each expert of each layer, over all ranks' samples and all stages'
     layers."""
     every, why = "routers*num_experts", "the load of each layer's experts, once a step"
     return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)

@@ -68,11 +68,11 @@ class _Seen:
         return self.folder / "rows.jsonl"
 
     def signatures(self) -> np.ndarray:
-        """Opens uint32[removed + kept, PERMUTATIONS], on disk."""
+        """Maps the signatures of removed and kept documents from disk: uint32[removed + kept, PERMUTATIONS]."""
         return _mapped(self.folder / "signatures", np.dtype(np.uint32)).reshape(-1, PERMUTATIONS)
 
     def positions(self) -> np.ndarray:
-        """Opens int64[kept, 2]: file and line of each row, on disk."""
+        """Maps file and line of each row from disk: int64[kept, 2]."""
         return _mapped(self.folder / "positions", np.dtype(np.int64)).reshape(-1, 2)
 
 

@@ -87,7 +87,7 @@ class DataPosition:
     neighbours: tuple[NeighbourFile, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Returns the position as JSON values."""
         return asdict(self)
 
     @classmethod
