@@ -25,8 +25,6 @@ os.environ.setdefault("MTJAX_QUIET", "1")  # what a test reads must not depend o
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# torch divides even tiny arrays among threads, which wait for each other where another worker has the other core.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where in Python an operation was written goes with it through all of XLA's passes, and takes a tenth of their time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 

@@ -92,7 +92,8 @@ def _contract(
 ) -> Contract:
     """Builds the contract of a step.
 
-    Chunks of stages are recomputed or kept, as `pipeline` says, or there are none (""). `joins`: XLA adds outputs first.
+    Chunks of stages are recomputed or kept, as `pipeline` says, or there are none (""). `joins`: XLA adds outputs
+    first.
     """
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(

@@ -22,24 +22,32 @@ OWN = frozenset(
     (
         # Of a process, or of its machine.
         *("coordinator", "process_id", "peer_timeout", "step_timeout", "cache_dir", "num_workers", "loader_timeout"),
-        # Paths, which may differ where the files are the same; what is read from them is compared.
-        *("data", "train_data", "valid_data", "test_data", "neighbours", "tokenizer", "init_from", "teacher"),
-        *("chat_template", "out", "local_checkpoints"),
+        "evaluate",  # has paths in its values; the tasks are compared
     )
 )
 """Settings that may differ between the processes of a run."""
+PATHS = frozenset(
+    (
+        *("data", "train_data", "valid_data", "test_data", "neighbours", "tokenizer", "init_from", "teacher"),
+        *("chat_template", "local_checkpoints"),
+    )
+)
+"""Settings that may differ where the files are the same, but that all processes have or none. The training text and the
+neighbours are compared by content (`check_same_text`)."""
 
 
 def check_same_settings(config: Config) -> None:
     """Checks that all processes have the same settings, and the same versions of mtjax and jax.
 
     Raises:
-      UserError: a process has another value than process 0; names the first such setting.
+      UserError: a process has a value that differs from process 0's; names the first such setting.
     """
-    tables = configs.to_dict(config).values()
-    settings = {name: value for table in tables for name, value in table.items() if name not in OWN}
+    given = {name: value for table in configs.to_dict(config).values() for name, value in table.items()}
+    settings = {name: value for name, value in given.items() if name not in OWN | PATHS}
+    settings |= {name: "a path" for name in PATHS if given.get(name) is not None}
+    settings["evaluate"] = [entry.partition("=")[0] for entry in config.output.evaluate or ()]
     versions = {"mtjax": __version__, "jax": jax.__version__}
-    for process, theirs, ours in _others("the settings of the run", {**settings, **versions}):
+    for process, theirs, ours in _others("the settings of the run", {**versions, **settings}):
         name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
         raise UserError(
             f"process {process} has {name} {_shown(theirs.get(name))}, and process 0 has {_shown(ours.get(name))}: "

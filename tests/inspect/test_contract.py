@@ -292,7 +292,7 @@ def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
 
 
 def whole_sum(gradient, place, total):
-    """Like `parameters.sum_gradient`, but sends everything to everyone first."""
+    """Like `parameters.reduce_gradient`, but sends everything to everyone first."""
     gathered = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
     whole = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gathered / 2)
     if total.dim == NOT_SHARDED:

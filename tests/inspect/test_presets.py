@@ -117,9 +117,9 @@ FAMILIES = dict.fromkeys(load(name).model.family for name in REPRESENTATIVES)
 COVERING = list(covering())
 PRODUCT = [(name, *case) for name in REPRESENTATIVES for case in LAYOUTS if fits(name, case[1])]
 IN_CI = [case for case in COVERING if load(case[0]).model.family == "llama" and case[1] % 2]
-"""ZeRO-1 with shared key heads, and ZeRO-3 with experts. Programs of GPT for H100s are in test_contract.py, those with
-ZeRO-2 in test_stacks.py and test_stage_contract.py, those of BERT and T5, which take longest to compile, in
-test_family_contracts.py."""
+"""ZeRO-1 with shared key heads, and ZeRO-3 with experts. test_contract.py has GPT, test_stacks.py and
+test_stage_contract.py ZeRO-2, and test_family_contracts.py ModernBERT and T5; `make test-layouts` compiles the others.
+"""
 CASES = [pytest.param(*case, marks=pytest.mark.long) for case in IN_CI] + [
     pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT if case not in IN_CI
 ]

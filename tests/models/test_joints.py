@@ -213,7 +213,7 @@ def test_a_layer_passes_its_state_on(kind: str):
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("kind", ["groups", "block"])
 def test_what_a_state_says_can_be_differentiated(kind: str):
-    """A loss of what layers hand on, such as experts' balance, has the same gradients whatever is computed again."""
+    """A loss of what layers hand on, such as experts' balance, has the same gradients whatever is recomputed."""
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
 
         def gradients(loop_settings: LayerLoopSettings) -> Any:

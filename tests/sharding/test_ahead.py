@@ -87,13 +87,13 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
             "8x1",
             {"recompute": "full", "grad_reduce_dtype": "bfloat16"},
             id="rounded on the wire",
-            marks=pytest.mark.exhaustive,  # tests/sharding/test_wire.py compares such programs with float64
+            marks=LONG,
         ),
         pytest.param("4x2", pattern("(*-)x4", recompute="full", **DROPOUT), id="two kinds of layers"),
         pytest.param("2x4", pattern("(M-M*)x3", microbatch_size=2), id="pattern, two microbatches", marks=LONG),
         pytest.param("4x2", pattern("*(M-)x4", zero=1), id="two loops, gathered once", marks=pytest.mark.exhaustive),
         pytest.param("4x2", pattern("(M-)x4*-M", zero=2, lora_rank=2), id="frozen, two loops", marks=LONG),
-        pytest.param("8x1", pattern("(M-)x2*-M", zero=0), id="pattern without ZeRO", marks=pytest.mark.exhaustive),
+        pytest.param("8x1", pattern("(M-)x2*-M", zero=0), id="pattern without ZeRO", marks=LONG),
         pytest.param(
             "data=2,expert=2,model=2",
             pattern("(ME)x4*", num_experts=4, experts_top_k=2, expert_size=16, sequence_parallel=True),

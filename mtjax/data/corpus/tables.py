@@ -157,7 +157,7 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
     """Returns the columns to read of those that a table has.
 
     Raises:
-      UserError: it has not the one for a key, or several columns have the name of one.
+      UserError: it lacks the column of a key, or two columns that are read have the same name.
     """
     columns = {key: _column_of(key, names) for key in fields.keys}
     if missing := next((key for key, column in columns.items() if column is None), None):
@@ -167,8 +167,9 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
         )
     # Columns that are not read are not decoded.
     read = list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
-    # A row has one value for each name: the other column would be lost.
-    if twice := next((name for name in read if list(names).count(name) > 1), None):
+    # A row has one value for each name: the other column would be lost. Columns without a name, such as those after
+    # the commas at the end of a spreadsheet's header, have none that anyone reads.
+    if twice := next((name for name in read if name and list(names).count(name) > 1), None):
         raise UserError(f"{path} has {list(names).count(twice)} columns named {twice!r}: rename all but one")
     return read
 
