@@ -158,7 +158,6 @@ ROWS: dict[str, dict[str, Any]] = {
         "norm_placement": "post",
         "embedding_size": 256,
         "activation": "relu",
-        **SPLIT,
     },
     "LayerNorm of 1 + w, squared ReLU": {
         **ROTATED,

@@ -45,7 +45,6 @@ def report_with_zero_2() -> Report:
 @needs_aot
 def test_no_stack_of_queries_keys_and_values_is_turned() -> None:
     report = report_with_zero_2()
-    assert report.verdict.violations == ()
     size = (LAYERS - 1) * 2 * 64 * 3 * 64 // 4  # the last layer is outside the loop
     assert any(a.elements == size and "update_slice" in i.name for i in executed(report) for a in i.arrays)
     assert [i.name for i in executed(report) for a in i.arrays if a.elements == size and "transpose" in i.name] == []
