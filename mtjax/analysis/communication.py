@@ -90,11 +90,7 @@ def _contract(
     joins: tuple[bool, bool],
     types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
-    """Builds the contract of a step.
-
-    Chunks of stages are recomputed or kept, as `pipeline` says, or there are none (""). `joins`: XLA adds outputs
-    first.
-    """
+    """Builds a contract; `pipeline`: chunks are "recomputed" or "kept", or ""; `joins`: XLA adds outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
         split=layout.sequence or layout.width,
