@@ -259,6 +259,16 @@ def test_the_core_is_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in paths) <= LINES_OF_CORE
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    """`Options` of commands aside, which each command's file imports from its own package."""
+    files: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(trees()[path]):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(module_of(path))
+    assert {name: where for name, where in files.items() if len(where) > 1 and name != "Options"} == {}
+
+
 def imported_libraries(tree: ast.AST) -> Iterator[str]:
     """First words of all that a file imports."""
     for node in ast.walk(tree):

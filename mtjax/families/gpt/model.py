@@ -76,10 +76,14 @@ class Decoder(nnx.Module):
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
         stacks = stacks_of(model)
-        for own in stacks:
-            setattr(self, own.path, stack(model, own=own, key=key, layer_type=self.layer_type(own.kind)))
-        self.paths = tuple(own.path for own in stacks)
-        self.letters = "".join(own.letter for own in stacks)
+        for layer_stack in stacks:
+            setattr(
+                self,
+                layer_stack.path,
+                stack(model, layer_stack=layer_stack, key=key, layer_type=self.layer_type(layer_stack.kind)),
+            )
+        self.paths = tuple(layer_stack.path for layer_stack in stacks)
+        self.letters = "".join(layer_stack.letter for layer_stack in stacks)
 
     @staticmethod
     def layer_type(kind: str) -> type[Layer]:
