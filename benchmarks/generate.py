@@ -75,7 +75,7 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     from mtjax.generate.request import Request, Sampling, Token
     from mtjax.layout.mesh import parse_mesh
     from mtjax.models.sharded_model import ShardedModel
-    from mtjax.sharding.axes import make_mesh
+    from mtjax.sharding.device_mesh import make_mesh
 
     small = configs.load("gpt2-small")
     config = configs.replace(small, compute_dtype="float32", mesh="1x1", vocab_size=VOCAB, microbatch_size=None)

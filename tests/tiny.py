@@ -16,13 +16,14 @@ from mtjax.families.gpt.model import GPT
 from mtjax.families.retro.model import Retro
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
+from mtjax.models.language_model import run_sections
 from mtjax.models.logits import full_logits
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.gradients import Accumulate, ManualRegion, distributed_gradients
 from mtjax.sharding.param_specs import param_specs
-from mtjax.sharding.zero import Reduction
+from mtjax.sharding.zero import StepReduction
 from mtjax.train.first_scales import FirstScales
 from mtjax.train.step import State, TrainStep, make_train_step
 
@@ -88,6 +89,12 @@ def model_logits(model: Any, hidden: jax.Array) -> jax.Array:
     return model.logits(hidden) if isinstance(model, BERT) else full_logits(model, hidden)
 
 
+def final_hidden(model: Any, tokens: Any, position_ids: Any = None, segment_ids: Any = None) -> jax.Array:
+    """A decoder's final hidden states, as the output table reads them."""
+    batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
+    return model.final_hidden(run_sections(model, batch, None)[0].x)
+
+
 @dataclass(frozen=True)
 class Whole:
     """A function of parameters and batch, a sum of losses, as a model that nothing cuts."""
@@ -111,7 +118,7 @@ def gradients_like(
     """Losses and gradients of one microbatch, for parameters with these logical names in the tensor layout."""
     records = records_like(axes, parameters, mesh)
     region = ManualRegion(parse_mesh(mesh), TENSOR.rules, records)
-    reduction = Reduction(records, zero=0, num_microbatches=1)
+    reduction = StepReduction(records, zero=0, num_microbatches=1)
     gradients_of = distributed_gradients(Whole(loss_sum), batch, region, Accumulate(1), reduction)
     return gradients_of(parameters, region.shard_batch(batch))
 

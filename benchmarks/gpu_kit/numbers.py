@@ -17,7 +17,7 @@ from gpu_kit.child import Child, next_tokens
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.layout.mesh import parse_mesh
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep, make_train_step
 

@@ -93,12 +93,12 @@ def _contract(
     """Builds a contract; `pipeline`: chunks are "recomputed" or "kept", or ""; `joins`: XLA adds outputs first."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
-        split=layout.sequence or layout.width,
-        width_sums=(1 if anatomy.model.norm == "rmsnorm" else 2) if layout.width else 0,
+        split=layout.shards_sequence or layout.shards_width,
+        width_sums=(1 if anatomy.model.norm == "rmsnorm" else 2) if layout.shards_width else 0,
         label_smoothing=label_smoothing,
         distils=distils,
-        shares_heads=not layout.rules.axes("kv_heads"),
-        shares_groups=not layout.rules.axes("groups"),
+        shares_heads=not layout.rules.mesh_axes("kv_heads"),
+        shares_groups=not layout.rules.mesh_axes("groups"),
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
         across=across,
@@ -183,9 +183,9 @@ def over_stage_lines(
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
-        each = f"{elements}/model_degree" if layout.sequence or scattered else elements
+        each = f"{elements}/model_degree" if layout.shards_sequence or scattered else elements
         lines.append(Expectation(STAGES, "collective-permute", STAGE, often, each, why=why))
-        if scattered and not layout.sequence:
+        if scattered and not layout.shards_sequence:
             whole = "the stream, which travelled in parts"
             lines.append(Expectation(STAGES, "all-gather", MODEL, often, elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"

@@ -54,7 +54,7 @@ def megatron_parameters(anatomy: Anatomy) -> int:
 
 def on_device(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the elements of a parameter on one device, before ZeRO shards it."""
-    return weight.size // math.prod(mesh.degree(layout.rules.axes(name)) for name in weight.names)
+    return weight.size // math.prod(mesh.degree(layout.rules.mesh_axes(name)) for name in weight.names)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
 
 def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
     """Returns the mesh axes over which ZeRO shards a parameter: those over which it is replicated otherwise."""
-    return tuple(axis for axis in layout.rules.replicas(names) if axis in layout.zero_axes)
+    return tuple(axis for axis in layout.rules.replicated_axes(names) if axis in layout.zero_axes)
 
 
 def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
@@ -155,7 +155,7 @@ def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost, else 0."""
     degree = mesh.degree(zero_axes(layout, weight.names))
     dim = sharded_dimension(weight.names, weight.shape, layout, mesh, degree)
-    sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
+    sizes = [n // mesh.degree(layout.rules.mesh_axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
     return math.prod(sizes) // degree if math.prod(sizes[:dim]) > 1 else 0
 
 

@@ -67,7 +67,7 @@ def _sampling() -> Iterator[Expectation]:
 def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbols:
     """Returns the symbols of the contract's formulas."""
     degree, model = mesh.model, anatomy.model
-    shares_groups = layout_of(model, mesh).rules.axes("groups") == ()
+    shares_groups = layout_of(model, mesh).rules.mesh_axes("groups") == ()
     return {
         "sharing_layers": len(numbers_of(model, STATE_SPACE)) if shares_groups and model.ssm_norm else 0,
         "sublayers": sum(_reduced(stack) * stack.layers for stack in anatomy.decoder_stacks),

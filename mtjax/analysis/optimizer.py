@@ -263,7 +263,7 @@ def _shards_of(anatomy: Anatomy, plan: Plan, stage: int = 0) -> tuple[Shard, ...
 def _shards(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> tuple[Shard, ...]:
     shards = []
     for weight in weights:
-        axes = [layout.rules.axes(name) for name in weight.names]
+        axes = [layout.rules.mesh_axes(name) for name in weight.names]
         over = zero_axes(layout, weight.names)
         dim = sharded_dimension(weight.names, weight.shape, layout, mesh, mesh.degree(over))
         if dim >= 0:

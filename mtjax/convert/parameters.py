@@ -12,7 +12,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.sharding.param_specs import ParamSpec
 
 

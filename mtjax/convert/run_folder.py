@@ -22,7 +22,7 @@ from mtjax.layout.stages import PLAIN, layer_orders
 from mtjax.runtime.checkpoints.checkpoint import checkpoint_metadata, fingerprint_of_slice, names_of, state_arrays
 from mtjax.runtime.checkpoints.corruption import with_checksum
 from mtjax.runtime.checkpoints.weights import CHECKPOINTS
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.train.step import make_train_step
 
 OURS = {"exp_avg": "mu", "exp_avg_sq": "nu"}

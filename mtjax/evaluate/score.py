@@ -40,7 +40,7 @@ class Scorer:
     """
 
     def __init__(self, sharded_model: ShardedModel, longest: int | None = None) -> None:
-        if not issubclass(sharded_model.family, GPT):
+        if not issubclass(sharded_model.model_class, GPT):
             raise UserError(
                 f"{named(sharded_model.config.model)} does not predict the next token: evaluate a gpt or llama model"
             )

@@ -133,7 +133,7 @@ class GenerationPrograms:
         check_storage(sharded_model.config.model, storage)
         self.sharded_model, self.config = sharded_model, sharded_model.config
         self.start_id, self.storage = start_id, storage
-        self.is_encoder_decoder = issubclass(sharded_model.family, T5)
+        self.is_encoder_decoder = issubclass(sharded_model.model_class, T5)
         self.rules = sharded_model.layout.rules.with_replicated_activations
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
@@ -356,7 +356,7 @@ class GenerationPrograms:
 
 def _check_model(sharded_model: ShardedModel) -> None:
     """Raises UserError unless a model can generate text on its mesh; see `GenerationPrograms`."""
-    if not hasattr(sharded_model.family, "embed_new"):  # a `Writer`
+    if not hasattr(sharded_model.model_class, "embed_new"):  # a `Writer`
         raise UserError(f"a {named(sharded_model.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
     if sharded_model.stages > 1:
         raise UserError(

@@ -42,7 +42,7 @@ class Filler:
           UserError: the model is not a BERT, the vocabulary has no mask token, or the mesh has pipeline parallelism.
         """
         sharded_model = model.sharded_model
-        if not issubclass(sharded_model.family, BERT):
+        if not issubclass(sharded_model.model_class, BERT):
             raise UserError(f"filling masks needs a bert, and the model is a {model.family}")
         if sharded_model.stages > 1:
             raise UserError(

@@ -17,7 +17,7 @@ from mtjax.generate.request import Request, Sampling
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 
 Tree = Any
 SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_k=40)

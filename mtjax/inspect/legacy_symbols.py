@@ -37,7 +37,7 @@ def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
         "E": words["outside_matrices"],
         "N": words["outside_vectors"],
         "k": num_kv_heads(model) * head_dim(model),
-        "r": int(not step.program.layout.rules.axes("kv_heads")),
+        "r": int(not step.program.layout.rules.mesh_axes("kv_heads")),
         "n": 2 if model.norm == "layernorm" else 1,
         "c": int(model.bias),
         "p": int(model.position == "learned"),

@@ -83,7 +83,7 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
         Stage(sum(order.layers_on(i) for order in orders), table.in_flight(i), stage_memory(step.anatomy, step.plan, i))
         for i in range(table.stages)
     )
-    axis = step.program.layout.rules.axes("layers")
+    axis = step.program.layout.rules.mesh_axes("layers")
     return StagesReport(
         parallel.pipeline_schedule, table, tuple(find_permutes(step.module, step.mesh_axes, axis)), stages
     )

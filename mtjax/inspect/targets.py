@@ -18,7 +18,7 @@ from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.errors import UserError, install_extra
 from mtjax.layout.mesh import MeshShape
 from mtjax.runtime.devices import MAX_CPU_DEVICES, attach_devices, has_gpu, use_gpu_memory
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 
 CPU = "cpu"
 ATTACHED = "attached"

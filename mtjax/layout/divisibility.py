@@ -90,10 +90,10 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     lengths = {"" if stack.among else stack.side: stack.tokens for stack in stacks_of(model)}
     sizes += [("act_seq", f"{side}sequence_length", tokens) for side, tokens in lengths.items()]
     for axis, name, size in sizes:
-        degree = mesh.degree(rules.axes(axis))
+        degree = mesh.degree(rules.mesh_axes(axis))
         if size % degree:
             yield (
-                f"{name} {size} is not divisible by the {mesh.degree_text(rules.axes(axis))}; "
+                f"{name} {size} is not divisible by the {mesh.degree_text(rules.mesh_axes(axis))}; "
                 f"{_nearest_fit(axis, size, degree, model.hidden_size)}"
             )
     # Grouped-query attention: with fewer key heads than ranks, each key head is replicated on degree / heads ranks.

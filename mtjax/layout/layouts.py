@@ -25,7 +25,7 @@ TENSOR_RULES = Rules(
 over pipeline stages, experts over `expert`."""
 
 
-def zero_axes(axes: Axes) -> Axes:
+def zero_axes_of(axes: Axes) -> Axes:
     """Returns the mesh axes over which ZeRO shards what is replicated otherwise, of a mesh with `axes`: without
     sharding groups all over which a batch is sharded, otherwise those of a group."""
     # Ranks along these axes have different tokens, and the same parameters but for experts.
@@ -66,15 +66,15 @@ class Layout:
     @property
     def zero_axes(self) -> Axes:
         """Mesh axes over which ZeRO shards what is replicated otherwise; also axes that the mesh doesn't have."""
-        return zero_axes(self.rules.token_axes)
+        return zero_axes_of(self.rules.token_axes)
 
     @property
-    def sequence(self) -> bool:
+    def shards_sequence(self) -> bool:
         """Whether there is sequence parallelism: the residual stream is sharded along the sequence over `model`."""
         return MODEL in self.rules.act_seq
 
     @property
-    def width(self) -> bool:
+    def shards_width(self) -> bool:
         """Whether tensor parallelism is 2D: the residual stream is sharded along its width over `model`."""
         return MODEL in self.rules.act_embed
 
@@ -82,8 +82,8 @@ class Layout:
     def name(self) -> str:
         """Name in tables: "tensor + sequence + ZeRO-1"."""
         names = (
-            "tensor 2D" if self.width else "tensor",
-            "sequence" if self.sequence else "",
+            "tensor 2D" if self.shards_width else "tensor",
+            "sequence" if self.shards_sequence else "",
             f"ZeRO-{self.zero}" if self.zero else "",
         )
         return " + ".join(name for name in names if name)
@@ -94,7 +94,7 @@ TENSOR = Layout()
 
 
 def layout_of(
-    model: Model, mesh: MeshShape, *, sequence_parallel: bool = False, zero: int = 0, splits_width: bool = False
+    model: Model, mesh_shape: MeshShape, *, sequence_parallel: bool = False, zero: int = 0, splits_width: bool = False
 ) -> Layout:
     """Returns the layout of a model on a mesh.
 
@@ -103,8 +103,8 @@ def layout_of(
     """
     sizes = {"kv_heads": num_kv_heads(model), "groups": ssm_groups(model)}
     # Where the degree does not divide the number, ranks share a head (`divisibility` checks that they can).
-    replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
-    return _layout(sequence_parallel, replicated, zero, mesh.axes, splits_width)
+    replicated = tuple(name for name, size in sizes.items() if size % mesh_shape.degree(TENSOR_RULES.mesh_axes(name)))
+    return _layout(sequence_parallel, replicated, zero, mesh_shape.axes, splits_width)
 
 
 @cache
@@ -115,18 +115,20 @@ def _layout(sequence_parallel: bool, replicated: tuple[str, ...], zero: int, axe
     # Expert parallel ranks have other samples, too: outside experts `expert` is one more data parallel axis.
     samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
     width = (MODEL,) if splits_width else ()
-    rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq, act_embed=width)
+    rules = dataclasses.replace(
+        TENSOR_RULES.restricted_to(axes), batch=samples, seq=tokens, act_seq=act_seq, act_embed=width
+    )
     return Layout(dataclasses.replace(rules, **dict.fromkeys(replicated, ())), zero)
 
 
-def zero_problems(mesh: MeshShape, zero: int) -> Iterator[str]:
+def zero_problems(mesh_shape: MeshShape, zero: int) -> Iterator[str]:
     """Yields what a stage of ZeRO is not compatible with."""
     if zero not in range(4):
         yield f"ZeRO has stages 0 to 3, not {zero}"
-    if mesh.has_sharding_groups and not zero:
+    if mesh_shape.has_sharding_groups and not zero:
         yield (
-            f"shard={mesh.shard} in mesh {mesh} is the number of ranks over which ZeRO shards, and zero is 0: use "
-            "--zero 1, 2 or 3, or data in place of shard"
+            f"shard={mesh_shape.shard} in mesh {mesh_shape} is the number of ranks over which ZeRO shards, and "
+            "zero is 0: use --zero 1, 2 or 3, or data in place of shard"
         )
 
 
@@ -156,7 +158,7 @@ def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
 
 
 def sharded_dimension(
-    names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, degree: int
+    names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh_shape: MeshShape, degree: int
 ) -> int:
     """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`;
     without tensor parallelism the outermost one (after `layers`), if tensor parallelism would shard it.
@@ -166,10 +168,10 @@ def sharded_dimension(
         return NOT_SHARDED
     # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
     outer = int(names[0] == LAYERS)
-    axes = layout.rules.axes(names[outer]) if outer < len(names) else ()
-    if axes and mesh.degree(axes) == 1 and shape[outer] % degree == 0:
+    axes = layout.rules.mesh_axes(names[outer]) if outer < len(names) else ()
+    if axes and mesh_shape.degree(axes) == 1 and shape[outer] % degree == 0:
         return outer
-    divisible = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % degree == 0]
+    divisible = [i for i, name in enumerate(names) if not layout.rules.mesh_axes(name) and shape[i] % degree == 0]
     in_layer = [i for i in divisible if names[i] != LAYERS]
     if in_layer:
         return max(in_layer, key=lambda i: shape[i])

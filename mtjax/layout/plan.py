@@ -9,7 +9,7 @@ from mtjax.config import Config, Model
 from mtjax.config.families import is_decoder
 from mtjax.config.float8 import scale_digits
 from mtjax.layout.attention_kernel import HOPPER, Capability, ContextMethod, ContextParallelism, choose_kernel
-from mtjax.layout.layouts import Layout, layout_of, zero_axes
+from mtjax.layout.layouts import Layout, layout_of, zero_axes_of
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ADAMW, BYTES, OptimizerStates, optimizer_states
 from mtjax.layout.stacks import stacks_of
@@ -171,7 +171,7 @@ class Plan:
     @property
     def zero_degree(self) -> int:
         """Ranks over which ZeRO shards what is replicated otherwise."""
-        return self.mesh.degree(zero_axes(self.mesh.axes))
+        return self.mesh.degree(zero_axes_of(self.mesh.axes))
 
     @property
     def expert_zero_degree(self) -> int:

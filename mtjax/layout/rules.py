@@ -90,7 +90,7 @@ class Rules:
             if not isinstance(axes, tuple):
                 raise TypeError(f"{field.name} must be a tuple of mesh axes, such as ('data',), and is {axes!r}")
 
-    def axes(self, name: str | None) -> Axes:
+    def mesh_axes(self, name: str | None) -> Axes:
         """Returns the mesh axes over which a dimension called `name` is sharded; () for one without a name (None).
 
         Raises:
@@ -103,7 +103,7 @@ class Rules:
             raise AttributeError(f"no logical axis is called {name!r}{nearest(name, [*names])}")
         return getattr(self, name)
 
-    def replicas(self, names: Sequence[str | None]) -> Axes:
+    def replicated_axes(self, names: Sequence[str | None]) -> Axes:
         """Returns the manual mesh axes over which a parameter with these dimensions is replicated.
 
         Each rank along them has a part of its gradient, from its own samples, tokens or stage: the gradient is the
@@ -112,7 +112,7 @@ class Rules:
         Raises:
           AttributeError: no dimension has one of the names.
         """
-        sharding = {axis for name in names for axis in self.axes(name)}
+        sharding = {axis for name in names for axis in self.mesh_axes(name)}
         return tuple(axis for axis in MANUAL if axis not in sharding)
 
     @property
@@ -125,7 +125,7 @@ class Rules:
         """These rules with replicated activations: for batches of a few samples that are not worth sharding."""
         return replace(self, batch=(), seq=(), act_seq=(), act_embed=())
 
-    def over(self, axes: Axes) -> "Rules":
+    def restricted_to(self, axes: Axes) -> "Rules":
         """Returns these rules on a mesh that has no other axes than `axes`."""
         used = {f.name: tuple(axis for axis in getattr(self, f.name) if axis in axes) for f in fields(self)}
         return replace(self, **used)

@@ -40,11 +40,14 @@ class Evaluation:
         sharded_model = self._sharded_model
         # The plain cross-entropy, comparable between runs.
         options = dataclasses.replace(sharded_model.loss_options, label_smoothing=0.0, z_loss=0.0)
-        model = sharded_model.trunk_losses(options)
-        weights, batch = sharded_model.family.loss_weights(batch), with_text_lengths(sharded_model.config.model, batch)
+        loss_function = sharded_model.loss_function(options)
+        weights, batch = (
+            sharded_model.model_class.loss_weights(batch),
+            with_text_lengths(sharded_model.config.model, batch),
+        )
         with use_rules(sharded_model.layout.rules):
             # One microbatch suffices: a forward pass saves no activations.
             inputs, schedule = (batch, weights, None), sharded_model.microbatch_schedule(1)
-            sums = distributed_losses(model, parameters, inputs, sharded_model.region, schedule)
+            sums = distributed_losses(loss_function, parameters, inputs, sharded_model.region, schedule)
             # Sums, which callers add up over batches before they divide.
             return {name: (total, weights[name].sum()) for name, total in sums.items()}

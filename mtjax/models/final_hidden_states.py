@@ -40,5 +40,5 @@ def final_hidden_states(
         run = lambda parameters, batch: run_sections(sharded_model.model(parameters), batch, None)[0]  # noqa: E731
         return distributed_output(by_microbatches(run, count), parameters, batch, region, specs).x
     schedule: Any = sharded_model.microbatch_schedule(count)
-    run_stages = partial(schedule.final_boundary, sharded_model.trunk_losses(sharded_model.loss_options))
+    run_stages = partial(schedule.final_boundary, sharded_model.loss_function(sharded_model.loss_options))
     return distributed_output(run_stages, parameters, (batch, {}, None), region, specs).x

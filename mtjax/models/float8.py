@@ -104,10 +104,10 @@ def quantize_products(model: Any, config: Config) -> None:
     digits = scale_digits(training.fp8, training.fp8_scales)
     recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise", digits=digits)
     ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
-    in_turn = not config.model.lora_rank  # frozen matrices have no gradients to wait for
+    gradients_in_turn = not config.model.lora_rank  # frozen matrices have no gradients to wait for
     missing = set(names)
     for stack in model.decoder_stacks:
-        stack.loop_settings = replace(stack.loop_settings, unquantized=ends, in_turn=in_turn)
+        stack.loop_settings = replace(stack.loop_settings, unquantized=ends, gradients_in_turn=gradients_in_turn)
         layers = _is_layer(stack) if recipe.is_delayed else None
         for name in names:
             linear: Any = stack.layers

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.layer_loop import is_unrolled
 from mtjax.models.ops import activation_of
+from mtjax.models.saved_names import is_unrolled
 
 # gpt-oss's release; 1.702 makes x sigmoid(1.702 x) approximate GELU.
 _LIMIT, _STEEPNESS = 7.0, 1.702

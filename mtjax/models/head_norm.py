@@ -11,8 +11,8 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.layout.weights import Sizes
-from mtjax.models.layer_loop import ATTENTION_STATISTICS
 from mtjax.models.ops import constant
+from mtjax.models.saved_names import ATTENTION_STATISTICS
 from mtjax.sharding.kv_heads import heads_in_use
 
 

@@ -92,7 +92,7 @@ class PoolerHead(nnx.Module):
         products = head_products(model.hidden_size, outputs)
         self.pooler = Linear(*products["pooler"], std=model.init_std, key=pooler_key)
         self.classifier = Linear(*products["classifier"], std=model.init_std, key=classifier_key)
-        self.rate = rate
+        self.dropout_rate = rate
         self.activation = {"tanh": jnp.tanh, "relu": jax.nn.relu}[activation]
 
     def __call__(
@@ -105,7 +105,7 @@ class PoolerHead(nnx.Module):
         first = reshard(first, spec(None, "act_seq"))
         sharding = spec("batch", None, "embed")
         pooled = self.activation(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
-        pooled = dropout(pooled, self.rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
+        pooled = dropout(pooled, self.dropout_rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
         return self.classifier(pooled)[:, 0].astype(jnp.float32)
 
 

@@ -20,8 +20,8 @@ from mtjax.config import Config, Model
 from mtjax.config.sizes import embedding_width, padded_vocab_size
 from mtjax.families.registry import FAMILIES, load_part
 from mtjax.layout.weights import embedding_weights
-from mtjax.models.layer_context import RESIDUAL, LayerContext, State
-from mtjax.models.layer_loop import LoopOverLayers
+from mtjax.models.layer_context import RESIDUAL, LayerContext, MixerState
+from mtjax.models.layer_loop import RunStack
 from mtjax.models.ops import Linear, draw_normal
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_embedding
@@ -119,7 +119,7 @@ class HiddenStates(NamedTuple):
 class RunsLayers(Protocol):
     """A stack of layers, or several."""
 
-    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+    def over_layers(self, context: LayerContext, states: MixerState = None) -> RunStack:
         """See `mtjax.models.layer.Stack.over_layers`."""
         ...
 
@@ -147,7 +147,7 @@ class Trunk(Protocol):
         ...
 
 
-class TrunkWithLosses(Trunk, Protocol):
+class TrunkWithHead(Trunk, Protocol):
     """A model with its head."""
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
@@ -157,8 +157,8 @@ class TrunkWithLosses(Trunk, Protocol):
 
 
 def run_sections(
-    trunk: Trunk, batch: Batch, keys: Keys, states: Mapping[str, State] | None = None
-) -> tuple[HiddenStates, dict[str, State]]:
+    trunk: Trunk, batch: Batch, keys: Keys, states: Mapping[str, MixerState] | None = None
+) -> tuple[HiddenStates, dict[str, MixerState]]:
     """Runs a model up to its head.
 
     Args:
@@ -186,26 +186,27 @@ def run_sections(
 
 
 @dataclass(frozen=True)
-class TrunkLosses:
-    """A model as a function of its parameters: the `LossModel` of ranks that have all layers."""
+class TrunkLossFunction:
+    """A trunk's losses as a function of its parameters: the `LossFunction` of ranks that have all layers."""
 
-    model: Callable[[Tree], TrunkWithLosses]
+    build: Callable[[Tree], TrunkWithHead]
     """Builds the model from its parameters."""
     options: LossOptions
     sections: Sequence[tuple[str, ...]]
     """Names of the parameters of each section's stacks, in the order in which sections run."""
 
     def with_frozen(self, frozen: Tree) -> Self:
-        """See `LossModel.with_frozen`."""
+        """See `LossFunction.with_frozen`."""
         from mtjax.sharding.trainable import merge_trees
 
-        return replace(self, model=lambda parameters: self.model(merge_trees(parameters, frozen)))
+        return replace(self, build=lambda parameters: self.build(merge_trees(parameters, frozen)))
 
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
         """Computes the losses of a microbatch, each a weighted sum, [], and the routers' losses and counters."""
-        model, (batch, weights, keys) = self.model(parameters), microbatch
+        model, (batch, weights, keys) = self.build(parameters), microbatch
         if self.options.fuses_gradient and "loss" in weights:
-            # A decoder sums its loss itself, so that its gradients are computed with it.
+            # A decoder sums its loss itself, so that its gradients are computed with it. In the batch, as `losses` of
+            # all families would otherwise have an argument that only decoders read.
             batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         output, states = run_sections(model, batch, keys)
         losses = model.losses(output, batch, keys, self.options)
@@ -238,7 +239,7 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
         return {name: one(values[name], weight) for name, weight in weights.items()}
 
 
-class LanguageModel(TrunkWithLosses, Protocol):
+class LanguageModel(TrunkWithHead, Protocol):
     """A model that a train step can train: a language model, or one with another head for finetuning.
 
     It has one loss or several, by name. A loss is the mean of its values over the global batch, weighted by

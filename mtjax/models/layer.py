@@ -14,25 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float
 
 from mtjax.config import Model, Parallel
 from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.layout.stacks import LayerStack
 from mtjax.layout.stages import stack_order
-from mtjax.models.layer_context import RESIDUAL, LayerContext, Mixer, State
-from mtjax.models.layer_loop import LayerLoopSettings, LoopOverLayers, loop_over_layers
+from mtjax.models.layer_context import RESIDUAL, LayerContext, Mixer, MixerState, Residual
+from mtjax.models.layer_loop import LayerLoopSettings, RunStack, choose_loop
 from mtjax.models.mixers.transformer import MLP, SelfAttention
 from mtjax.models.ops import dropout, make_norm, scaled
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
-Residual = Float[Array, "batch act_seq embed"]
-"""Hidden states between layers (the residual stream)."""
-
 
 def mixer_types(model: Model, kind: str) -> Mapping[str, type[Mixer]]:
     """Returns the mixers of a kind of layer, by name, in the order in which they run."""
+    # The usual layer without the registry, which imports all mixers.
     if kind == "transformer" and not (model.lora_rank or model.kv_lora_rank or model.attention_output_gate):
         return {"attention": SelfAttention, "mlp": MLP}
     from mtjax.models.mixers.registry import KINDS, MIXERS
@@ -61,11 +58,11 @@ class Layer(nnx.Module):
             for norm in sublayer_norms(model, is_first=name == self.mixers[0], kind=kind):
                 setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
-        self.is_post, self.is_parallel = model.norm_placement == "post", layer_parallel(model, kind) != "no"
+        self.is_post, self.is_side_by_side = model.norm_placement == "post", layer_parallel(model, kind) != "no"
         self.skips_first_norm = not model.first_attention_norm
-        self.rate, self.scale = model.hidden_dropout, model.residual_scale
-        self.is_joined = self.is_parallel and joins_outputs(model)
-        if self.is_joined:
+        self.dropout_rate, self.residual_scale = model.hidden_dropout, model.residual_scale
+        self.adds_outputs_at_once = self.is_side_by_side and joins_outputs(model)
+        if self.adds_outputs_at_once:
             from mtjax.models.parallel_residual import last_products
 
             for product in last_products(self):
@@ -78,16 +75,16 @@ class Layer(nnx.Module):
         }
 
     def __call__(
-        self, x: Residual, context: LayerContext, states: Mapping[str, State] | None
-    ) -> tuple[Residual, dict[str, State] | None]:
-        """Runs the mixers, which add their outputs to the residual stream: each in its turn, or in a parallel layer,
-        where all read the same hidden states, all at once. `states` are those of the mixers that have one, by name;
-        None if none has. So are the new states, which are returned with the hidden states."""
-        if self.is_parallel:
+        self, x: Residual, context: LayerContext, states: Mapping[str, MixerState] | None
+    ) -> tuple[Residual, dict[str, MixerState] | None]:
+        """Runs the mixers, which add their outputs to the residual stream: one after the other; in a layer with
+        parallel residual all at once, on the same hidden states. `states` are those of the mixers that have one, by
+        name; None if none has. So are the new states, which are returned with the hidden states."""
+        if self.is_side_by_side:
             from mtjax.models.parallel_residual import run_side_by_side
 
             return run_side_by_side(self, x, context, states)
-        after: dict[str, Any] = {}
+        new_states: dict[str, Any] = {}
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
@@ -100,8 +97,8 @@ class Layer(nnx.Module):
                 x = self.add(x, self.normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self.normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
-                after[name] = state
-        return x, after or None
+                new_states[name] = state
+        return x, new_states or None
 
     def normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""
@@ -110,10 +107,10 @@ class Layer(nnx.Module):
     def add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
         """Adds a mixer's output to the residual stream, with its dropout and scale."""
         keys, positions = context.dropout_keys, context.positions
-        output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
-        # A factor of 1 would be one more operation of the program. Others are rounded to the compute type, which those
-        # of `scaled` are not.
-        return x + (output if self.scale == 1 else output * self.scale)
+        output = dropout(output, self.dropout_rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
+        # No product with 1, which would be executed. Others are products in the compute type; `scaled` multiplies in
+        # float32.
+        return x + (output if self.residual_scale == 1 else output * self.residual_scale)
 
 
 class Stack(nnx.Module):
@@ -135,6 +132,7 @@ class Stack(nnx.Module):
         self.path = layer_stack.path
         self.order = stack_order(layer_stack, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
         # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
+        # One for each layer of the section, which may have several stacks (`among`).
         keys = jax.random.split(key, layer_stack.among or layer_stack.layers)
         if not self.order.is_plain or layer_stack.layers < len(keys):
             # Padding takes any key: its parameters become zeros.
@@ -149,7 +147,7 @@ class Stack(nnx.Module):
             self.layers = draw_on_stages(draw, keys, self.order)
         self.loop_settings = loop_settings
 
-    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+    def over_layers(self, context: LayerContext, states: MixerState = None) -> RunStack:
         """Returns the function that runs all layers one after the other.
 
         Args:
@@ -161,12 +159,13 @@ class Stack(nnx.Module):
           any.
         """
         layers = LayerInputs(self.layers, jnp.asarray(self.order.flat), states)
-        return loop_over_layers(partial(run_layer, context), layers, self.loop_settings)
+        return choose_loop(partial(run_layer, context), layers, self.loop_settings)
 
 
-def run_layer(context: LayerContext, x: Residual, inputs: LayerInputs) -> tuple[Residual, State]:
+def run_layer(context: LayerContext, x: Residual, inputs: LayerInputs) -> tuple[Residual, MixerState]:
     """Runs one layer, with its number and dropout keys, on hidden states; returns them and the layer's new state."""
-    # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
+    # Without prefetch, ZeRO-3 gathers the layer's parameters here, and reductions of gradients are attached
+    # (`param_comm`); with prefetch its loop does both, and these are arrays.
     return materialize(inputs.parameters)(x, context_of_layer(context, inputs.number), inputs.state)
 
 

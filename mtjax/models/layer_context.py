@@ -69,7 +69,7 @@ class LayerContext:
     one."""
 
 
-State = Any
+MixerState = Any
 """A tree of arrays that a mixer reads or returns besides hidden states: a KV cache in generation, a router's report in
 training; else None."""
 
@@ -90,7 +90,7 @@ class Mixer(Protocol):
         """Draws the parameters; `output_std` is the standard deviation of those just before the residual stream."""
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Computes the output, which is added to the residual stream, and the state for the layer's next call."""
         ...

@@ -36,4 +36,4 @@ def without_other_modules(sharded_model: ShardedModel, parameters: Tree) -> Tree
 def replicated_names(sharded_model: ShardedModel) -> list[str]:
     """Returns the names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
     records = jax.tree.leaves(sharded_model.records) if sharded_model.layout.zero else []
-    return [record.name for record in records if record.grad_reduction.axes and not record.is_zero_sharded]
+    return [record.name for record in records if record.grad_reduction.axes and not record.has_zero_dimension]

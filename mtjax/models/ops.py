@@ -1,7 +1,7 @@
-"""Operations of a layer other than its products (`mtjax.models.project`): linear layers, norms, activations, dropout.
+"""Linear layers, norms, activations and dropout; `mtjax.models.project` has the product of a linear layer.
 
-Parameters are float32 and carry the names of their dimensions (`nnx.Param(value, axes=names)`); operations return the
-type of their input, and dropout masks depend on the sample alone, so that they are the same on every mesh.
+Parameters are drawn in float32 and carry the names of their dimensions (`nnx.Param(value, axes=names)`); operations
+return the type of their input, and dropout masks depend on the sample alone, so that they are the same on every mesh.
 """
 
 import math
@@ -20,8 +20,8 @@ from jaxtyping import Float, Int, Key
 from mtjax.config import Model
 from mtjax.config.sizes import norm_vectors
 from mtjax.layout.dropout import keep_share, keep_threshold
-from mtjax.models.layer_loop import DROPOUT_MASK
 from mtjax.models.project import ProductRule, project
+from mtjax.models.saved_names import DROPOUT_MASK
 from mtjax.sharding.axes import no_hoist, spec, varying_like, where, width_is_sharded
 
 if TYPE_CHECKING:

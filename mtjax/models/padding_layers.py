@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import reshard
 
 from mtjax.layout.stages import PADDING, LayerOrder
-from mtjax.models.layer_context import State
+from mtjax.models.layer_context import MixerState
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.rank_values import cond_by_stage
 
@@ -25,13 +25,15 @@ def draw_on_stages(draw: Callable[[Array], Any], keys: Array, order: LayerOrder)
     return jax.vmap(layer)(*(reshard(a, spec("layers")) for a in (keys, jnp.asarray(order.flat))))
 
 
-def run_unless_padding(run: Callable[[Array], tuple[Array, State]], number: Array, x: Array) -> tuple[Array, State]:
+def run_unless_padding(
+    run: Callable[[Array], tuple[Array, MixerState]], number: Array, x: Array
+) -> tuple[Array, MixerState]:
     """Runs a layer on hidden states [batch, act_seq, embed]; returns them where its number, int32 [], is `PADDING`."""
     # A branch, as padding would take a layer's time. The layer's collectives in it are between ranks of one stage.
     return cond_by_stage(number == PADDING, lambda x: (x, _zero_state(run, x)), run, x)
 
 
-def _zero_state(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:
+def _zero_state(run: Callable[[Array], tuple[Array, MixerState]], x: Array) -> MixerState:
     """Builds zeros like the state that a layer would return."""
 
     def zeros(like: jax.ShapeDtypeStruct) -> Array:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.ops import Linear, scaled
 
 
 def run_side_by_side(
-    layer: Any, x: Array, context: LayerContext, states: Mapping[str, State] | None
-) -> tuple[Array, dict[str, State] | None]:
+    layer: Any, x: Array, context: LayerContext, states: Mapping[str, MixerState] | None
+) -> tuple[Array, dict[str, MixerState] | None]:
     """Runs a layer's mixers on the same hidden states, and adds all outputs at once, with one dropout mask.
 
     Arguments and result are those of `Layer.__call__`.
@@ -25,8 +25,8 @@ def run_side_by_side(
     # XLA: on GPUs, it sums two arrays before it reduces them over the ranks, where nothing is between them: the
     # outputs, whose biases are added to the sum, and with one norm the gradients of the inputs. On CPUs it does not.
     # Where something may be between them, barriers make the collectives those of two sublayers everywhere.
-    products = last_products(layer) if layer.is_joined else []
-    is_joined = layer.is_joined and all(product.rule is None for product in products)
+    products = last_products(layer) if layer.adds_outputs_at_once else []
+    is_joined = layer.adds_outputs_at_once and all(product.rule is None for product in products)
     if not hasattr(layer, f"{layer.mixers[-1]}_norm"):
         normed = [normed[0]] * len(layer.mixers)
         normed = normed if is_joined else lax.optimization_barrier(normed)

@@ -12,8 +12,8 @@ from jaxtyping import Int
 
 from mtjax.config.layer_pattern import LayerRun, loops_of_pattern, runs_of
 from mtjax.models.layer import Stack, run_layer
-from mtjax.models.layer_context import LayerContext, Residual, State
-from mtjax.models.layer_loop import LoopOverLayers, can_prefetch, loops_of
+from mtjax.models.layer_context import LayerContext, MixerState, Residual
+from mtjax.models.layer_loop import RunStack, communicates, loops_of
 from mtjax.models.run_alone import run_alone
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
@@ -39,12 +39,12 @@ class PatternStacks:
     stacks: Mapping[str, Stack]
     """By letter."""
 
-    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+    def over_layers(self, context: LayerContext, states: MixerState = None) -> RunStack:
         """See `Stack.over_layers`; in training, where returned states are those of layers with experts."""
         assert states is None
         return partial(self.run_chunk, context=context, chunk=None)
 
-    def run_chunk(self, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
+    def run_chunk(self, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, MixerState]:
         """Runs the layers of a chunk; all of them when None."""
         letters = next(iter(self.stacks.values())).order.pattern
         runs = loops_of_pattern(letters)
@@ -65,7 +65,7 @@ class PatternStacks:
             reports += [] if report is None else [report]
         with jax.named_scope("layers"):
             # After the last loop, where the backward pass begins: it is given the accumulators there.
-            x = seed_cotangents(loop.sums, x, carried) if mixed else x
+            x = seed_cotangents(loop.accumulators, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
     @property
@@ -78,14 +78,14 @@ class PatternStacks:
         """Whether a stack has communication to overlap, and every layer saves the same, each in its turn."""
         stacks = self.stacks.values()
         saves_alike = all(stack.loop_settings.has_one_loop for stack in stacks)
-        return saves_alike and any(can_prefetch(split_accumulators(stack.layers)[0], 1) for stack in stacks)
+        return saves_alike and any(communicates(split_accumulators(stack.layers)[0]) for stack in stacks)
 
-    def _run_with_prefetch(self, letters: str, x: Residual, context: LayerContext) -> tuple[Residual, State]:
+    def _run_with_prefetch(self, letters: str, x: Residual, context: LayerContext) -> tuple[Residual, MixerState]:
         """Runs all layers, in loops over layers of several letters."""
         from mtjax.sharding.prefetch.letter import LetterLayers
         from mtjax.sharding.prefetch.pattern import scan_pattern
 
-        def run(path: str, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
+        def run(path: str, x: Array, inputs: LayerInputs) -> tuple[Array, MixerState]:
             with jax.named_scope(path):
                 return run_layer(context, x, inputs)
 
@@ -111,7 +111,7 @@ class PatternLoop:
     fixed: Mapping[str, Any]
     """Parameters of each stack, without gradient."""
     carried: Mapping[str, list[Array]]
-    sums: Mapping[str, list[Array]]
+    accumulators: Mapping[str, list[Array]]
     """Accumulators of the gradients of each stack."""
     paths: Mapping[str, str]
     """Names of the stacks, and of the scopes of their layers."""
@@ -122,14 +122,17 @@ class PatternLoop:
         # Without prefetch, what ZeRO-1 and 2 keep for both passes is gathered before the loops.
         split = {letter: split_accumulators(gather_upfront(stack.layers)) for letter, stack in stacks.items()}
         carried = {letter: jax.tree.leaves(differentiable_shards(layers)) for letter, (layers, _) in split.items()}
-        sums = {
-            letter: zeros_like_shards(carried[letter]) if sums is None else sums for letter, (_, sums) in split.items()
+        accumulators = {
+            letter: zeros_like_shards(carried[letter]) if accumulators is None else accumulators
+            for letter, (_, accumulators) in split.items()
         }
         slices = {letter: layer_slice(stack, chunk) for letter, stack in stacks.items()}
         fixed = {letter: jax.tree.map(lax.stop_gradient, layers) for letter, (layers, _) in split.items()}
-        return cls(context, slices, fixed, carried, sums, {letter: stack.path for letter, stack in stacks.items()})
+        return cls(
+            context, slices, fixed, carried, accumulators, {letter: stack.path for letter, stack in stacks.items()}
+        )
 
-    def run_all(self, letters: str, done: dict[str, int], carry: Carry) -> tuple[Carry, list[State]]:
+    def run_all(self, letters: str, done: dict[str, int], carry: Carry) -> tuple[Carry, list[MixerState]]:
         """Runs the layers of a pattern.
 
         Args:
@@ -146,7 +149,7 @@ class PatternLoop:
             reports += [] if report is None else [report]
         return carry, reports
 
-    def run(self, run: LayerRun, done: dict[str, int], carry: Carry) -> tuple[Carry, State]:
+    def run(self, run: LayerRun, done: dict[str, int], carry: Carry) -> tuple[Carry, MixerState]:
         """Runs a loop.
 
         Args:
@@ -158,7 +161,7 @@ class PatternLoop:
           The carry, and the states of its layers with experts, stacked in their order; None if it has none.
         """
 
-        def iteration(carry: Carry, index: Array) -> tuple[Carry, list[State]]:
+        def iteration(carry: Carry, index: Array) -> tuple[Carry, list[MixerState]]:
             """Runs the layers of one repetition of a loop's letters."""
             (x, carried), seen, states = carry, dict.fromkeys(run.unit, 0), []
             carried = dict(carried)
@@ -180,12 +183,12 @@ class PatternLoop:
 
     def _layer(
         self, letter: str, x: Array, carried: list[Array], number_in_letter: Int[Array, ""]
-    ) -> tuple[Array, list[Array], State]:
+    ) -> tuple[Array, list[Array], MixerState]:
         """Runs the layer of index `number_in_letter` among the layers of its letter that run here."""
         of_stack = self.slices[letter]
         index = number_in_letter if of_stack.first is None else of_stack.first + number_in_letter
 
-        def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
+        def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], MixerState]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
             with jax.named_scope(self.paths[letter]):
                 x, state = of_stack.run(self.context, x, LayerInputs(layer, number))
@@ -195,7 +198,7 @@ class PatternLoop:
         return run_alone(layer, of_stack.loop_settings, x, carried, index, of_stack.numbers[number_in_letter])
 
 
-def _in_order(states: list[State]) -> State:
+def _in_order(states: list[MixerState]) -> MixerState:
     """Stacks the states of a loop, one [iterations, ...] for each layer of an iteration, to [layers, ...] in order."""
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)

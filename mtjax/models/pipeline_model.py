@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from jax import Array
 
-from mtjax.models.language_model import HiddenStates, Microbatch, Section, TrunkLosses, weighted_sums
+from mtjax.models.language_model import HiddenStates, Microbatch, Section, TrunkLossFunction, weighted_sums
 from mtjax.models.layer import Stack
 from mtjax.models.pattern_stacks import PatternStacks
 from mtjax.models.routers import COUNTS, REPORTED, router_reports
@@ -14,7 +14,7 @@ from mtjax.models.stack_chunks import Chunk, run_chunk, scatter_counts
 Tree = Any
 
 
-class TrunkPipeline(TrunkLosses):
+class TrunkPipeline(TrunkLossFunction):
     """A `PipelineModel` of a trunk with one section, or two (an encoder and a decoder).
 
     A boundary is the `HiddenStates` of the last section. While the first of two sections runs, its hidden states are in
@@ -26,7 +26,7 @@ class TrunkPipeline(TrunkLosses):
         batch, _, keys = microbatch
         hidden = None
         # Each from the embedding of the section before, instead of its output: types are all that is needed.
-        for section in self.model(parameters).sections.values():
+        for section in self.build(parameters).sections.values():
             hidden = section.embed(batch, keys, hidden)
         assert hidden is not None, "a model has a section"
         return hidden
@@ -72,10 +72,10 @@ class TrunkPipeline(TrunkLosses):
         """See `PipelineModel.head_losses`."""
         batch, weights, keys = microbatch
         head_weights = {name: weight for name, weight in weights.items() if name not in REPORTED}
-        return weighted_sums(self.model(parameters).losses(boundary, batch, keys, self.options), head_weights)
+        return weighted_sums(self.build(parameters).losses(boundary, batch, keys, self.options), head_weights)
 
     def _section(self, parameters: Tree, index: int) -> Section:
-        return self.model(parameters).sections[self.sections[index][0]]
+        return self.build(parameters).sections[self.sections[index][0]]
 
     def _hidden_states(self, section: int, boundary: HiddenStates) -> HiddenStates:
         """Takes a section's hidden states out of a boundary."""

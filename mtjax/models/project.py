@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float
 
-from mtjax.models.layer_loop import SAVED, is_unrolled
+from mtjax.models.saved_names import SAVED, is_unrolled
 from mtjax.sharding.axes import (
     PartitionSpec,
     merge_both,
@@ -75,7 +75,7 @@ def project(
         result, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
-        dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
+        dims = einsum_letters(x.ndim - num_inputs, num_inputs, len(outputs))
         # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
         narrow = weight if is_unrolled() and rule is None else weight.astype(x.dtype)
         result: Any = (rule or product)(dims, sharding, x, jax.tree.map(lambda a: varying_like(a, x), narrow))
@@ -101,7 +101,7 @@ def _is_stored(weight: Any) -> bool:
     return isinstance(weight, StoredWeight)
 
 
-def letters_of(*dimensions: int) -> tuple[str, ...]:
+def einsum_letters(*dimensions: int) -> tuple[str, ...]:
     """Returns disjoint einsum letters for groups of so many dimensions."""
     letters = iter(string.ascii_lowercase)
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.layer_loop import traced_layer
 from mtjax.models.project import project
+from mtjax.models.saved_names import layer_mode
 from mtjax.sharding.unstack import can_be_apart
 
 
@@ -17,7 +17,7 @@ def computes_apart(outputs: Sequence[str | None]) -> bool:
     Args:
       outputs: logical names of the fused product's output dimensions.
     """
-    return traced_layer.get() == "unrolled, in parts" and can_be_apart(outputs)
+    return layer_mode.get() == "unrolled, in parts" and can_be_apart(outputs)
 
 
 def project_apart(

@@ -11,9 +11,9 @@ from mtjax.errors import UserError
 from mtjax.models.layer_loop import (
     LayerLoopSettings,
     Loop,
+    MixerStates,
     RunLayer,
     SavePolicy,
-    States,
     as_it_is,
     save_input,
     save_products,
@@ -45,19 +45,19 @@ def _policies(count: int, loop_settings: LayerLoopSettings) -> list[tuple[SavePo
     """
     # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
     # first `num_layers` (`block`), where later layers save their products.
-    if loop_settings.kind != "full":
-        return [(partial(save_products, kind=loop_settings.kind), count)]
-    saving_input = save_input_on_host if loop_settings.offload else save_input
-    if loop_settings.method == "block":
-        first = min(loop_settings.num_layers, count)
+    if loop_settings.recompute != "full":
+        return [(partial(save_products, recompute=loop_settings.recompute), count)]
+    saving_input = save_input_on_host if loop_settings.recompute_offload else save_input
+    if loop_settings.recompute_method == "block":
+        first = min(loop_settings.recompute_num_layers, count)
         loops: list[tuple[SavePolicy, int]] = [
             (saving_input, first),
-            (partial(save_products, kind="none"), count - first),
+            (partial(save_products, recompute="none"), count - first),
         ]
         return [loop for loop in loops if loop[1]]
-    if count % loop_settings.group:
-        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {loop_settings.group}")
-    return [(saving_input, count // loop_settings.group)]
+    if count % loop_settings.layers_per_group:
+        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {loop_settings.layers_per_group}")
+    return [(saving_input, count // loop_settings.layers_per_group)]
 
 
 def save_input_on_host(run: Any) -> Any:
@@ -86,23 +86,23 @@ def scan_groups(
     group: int,
     stack: LayerInputs,
     loops: list[Loop],
-    sums: list[Array] | None,
+    accumulators: list[Array] | None,
     offset: Array | None,
     x: Array,
-) -> tuple[Array, States]:
+) -> tuple[Array, MixerStates]:
     """Scans over groups of layers that are recomputed from one input; arguments otherwise as of `scan_accumulating`."""
     count = len(stack.number)
     # [layers / group, group, ...]
-    stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
+    stack, accumulators = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, accumulators))
     of_group = partial(_run_group, run)
-    if len(loops) > 1 or sums is not None or offset is not None:
-        x, states = scan_accumulating(of_group, stack, loops, sums, offset, x)
+    if len(loops) > 1 or accumulators is not None or offset is not None:
+        x, states = scan_accumulating(of_group, stack, loops, accumulators, offset, x)
     else:
         x, states = lax.scan(loops[0].wrap(of_group), x, stack)
     return x, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
 
 
-def _run_group(run: RunLayer, x: Array, layers: LayerInputs) -> tuple[Array, States]:
+def _run_group(run: RunLayer, x: Array, layers: LayerInputs) -> tuple[Array, MixerStates]:
     """Runs the layers of one group; while the group is recomputed, its layers save their products."""
     return lax.scan(save_products(run, "none"), x, layers)
 
@@ -113,7 +113,7 @@ def check_offload(loop_settings: LayerLoopSettings, platform: str) -> None:
     Raises:
       UserError: they don't.
     """
-    if loop_settings.offload and platform == "cpu":
+    if loop_settings.recompute_offload and platform == "cpu":
         raise UserError(
             "recompute_offload moves layer inputs from a GPU to its host, and the mesh consists of CPUs: remove it"
         )

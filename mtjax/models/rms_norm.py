@@ -9,8 +9,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from mtjax.models.layer_loop import SAVED, is_unrolled
 from mtjax.models.ops import norm_factor, norm_scale
+from mtjax.models.saved_names import SAVED, is_unrolled
 from mtjax.sharding.axes import varying_like, width_is_sharded
 
 

@@ -7,5 +7,5 @@ from mtjax.models.layer_loop import LayerLoopSettings, save_input, save_products
 
 def run_alone(run: Any, loop_settings: LayerLoopSettings, *inputs: Any) -> Any:
     """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
-    saved = save_input(run) if loop_settings.kind == "full" else save_products(run, loop_settings.kind)
+    saved = save_input(run) if loop_settings.recompute == "full" else save_products(run, loop_settings.recompute)
     return saved(*inputs)

@@ -20,13 +20,13 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
-from mtjax.models.language_model import LanguageModel, TrunkLosses, model_class
+from mtjax.models.language_model import LanguageModel, TrunkLossFunction, model_class
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import Accumulate, ManualRegion, MicrobatchSchedule
 from mtjax.sharding.param_specs import (
     batch_sharding,
+    first_dimensions,
     logical_axes,
-    of_dimensions,
     param_specs,
     partition_specs,
     shardings,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Tree = Any
 GlobalBatch = dict[str, Any]
-"""The arrays that the family's `batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
+"""The arrays that `LanguageModel.batch_arrays` names, [batch, ...], and sample_index [batch] uint32: each sample's
 number in the run, from which its dropout keys derive."""
 
 
@@ -67,11 +67,11 @@ class ShardedModel:
         on_gpus = mesh.devices.flat[0].platform != "cpu"
         self.config = config = replace(config, unroll_layers=plan.unrolls(config, on_gpus=on_gpus))
         layout = layout or plan.layout(config.model)
-        self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.mesh_shape.axes))
-        self.family = model_class(config)
+        self.layout = dataclasses.replace(layout, rules=layout.rules.restricted_to(self.mesh_shape.axes))
+        self.model_class = model_class(config)
         # Shapes alone: a model that fits on the mesh may not fit on one device.
-        with jax.set_mesh(mesh):
-            model = nnx.eval_shape(lambda: self._build_with_rules(jax.random.key(0)))
+        with jax.set_mesh(mesh), use_rules(self.layout.rules):
+            model = nnx.eval_shape(lambda: self.build(jax.random.key(0)))
         self.sections = tuple((name, *section.other_stacks) for name, section in model.sections.items())
         # Parameters are pure dicts of arrays everywhere; `model` merges them with this graph.
         self._graph, self._template = nnx.split(model)
@@ -87,12 +87,12 @@ class ShardedModel:
             is_trainable=lambda name: trains and self.is_trainable(name),
             master_dtype=config.optimizer.master_dtype,
         )
-        stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
-        self.abstract_parameters = jax.tree.map(stored, shapes, self.records)
+        as_stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
+        self.abstract_parameters = jax.tree.map(as_stored, shapes, self.records)
         self.bind_records()
 
     def bind_records(self) -> None:
-        """Builds the manual region of these parameters, which a step has, too."""
+        """Builds `region`, in which models run, and `step_region`, with what only a step differentiates by, too."""
         self.region = self.step_region = ManualRegion(self.mesh_shape, self.layout.rules, self.records)
 
     def is_trainable(self, name: str) -> bool:
@@ -142,7 +142,7 @@ class ShardedModel:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch: by samples, and by tokens over `context`; see `of_dimensions`."""
+        """Sharding of a batch: by samples, and by tokens over `context`; see `first_dimensions`."""
         return batch_sharding(self.mesh, self.layout.rules)
 
     @property
@@ -153,9 +153,9 @@ class ShardedModel:
     def abstract_batch(self, global_batch_size: int | None = None) -> GlobalBatch:
         """Returns shapes, types and shardings of a batch."""
         samples = global_batch_size or self.config.training.global_batch_size
-        each = self.family.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
+        each = self.model_class.batch_arrays(self.config) | {"sample_index": jax.ShapeDtypeStruct((), jnp.uint32)}
         arrays = {name: jax.ShapeDtypeStruct((samples, *a.shape), a.dtype) for name, a in each.items()}
-        shardings = {name: of_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
+        shardings = {name: first_dimensions(self.batch_sharding, a.ndim) for name, a in arrays.items()}
         return with_sharding(arrays, shardings)
 
     # --- losses
@@ -167,39 +167,38 @@ class ShardedModel:
 
         return Evaluation(self)
 
-    def trunk_losses(self, options: LossOptions) -> TrunkLosses:
-        """Returns the model as a function of its parameters, with these options of its losses."""
+    def loss_function(self, options: LossOptions) -> TrunkLossFunction:
+        """Returns the model's losses as a function of its parameters."""
         if self.stages == 1:
-            return TrunkLosses(self.model, options, self.sections)
+            return TrunkLossFunction(self.model, options, self.sections)
         from mtjax.models.pipeline_model import TrunkPipeline
 
         return TrunkPipeline(self.model, options, self.sections)
 
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
         """Returns the schedule: gradient accumulation, or the config's pipeline schedule."""
-        stages = self.stages
-        if stages == 1 and not self.config.training.unroll_layers:
-            return Accumulate(num_microbatches)
-        if stages == 1:
+        training, stages = self.config.training, self.stages
+        if stages > 1:
+            from mtjax.sharding.pipeline.executor import PipelineSchedule
+
+            platform = self.mesh.devices.flat[0].platform
+            return PipelineSchedule.of(self.config, stages, num_microbatches, len(self.sections), platform)
+        if training.unroll_layers:
             from mtjax.sharding.unstack import AccumulateUnrolled
 
-            training = self.config.training
             return AccumulateUnrolled(num_microbatches, training.compute_dtype, training.fp8 != "none")
-        from mtjax.sharding.pipeline.executor import PipelineSchedule
-
-        platform = self.mesh.devices.flat[0].platform
-        return PipelineSchedule.of(self.config, stages, num_microbatches, len(self.sections), platform)
+        return Accumulate(num_microbatches)
 
     @property
     def loss_options(self) -> LossOptions:
         """Options of the training losses, from the config."""
-        options, vocab_size = self.config.optimizer, self.config.model.vocab_size
+        settings, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
         return LossOptions(
             vocab_size,
             chunk=self.config.training.loss_chunk,
-            label_smoothing=options.label_smoothing,
-            z_loss=options.z_loss,
+            label_smoothing=settings.label_smoothing,
+            z_loss=settings.z_loss,
             fuses_gradient=Plan.of(self.config, self.mesh_shape).fuses_loss_gradient(self.config.model),
             **output_shape(self.config.model),
         )
@@ -219,15 +218,12 @@ class ShardedModel:
     def draw_float32(self, key: Array) -> Tree:
         """Draws parameters in float32."""
         model_key, _ = jax.random.split(key)
-        return nnx.to_pure_dict(nnx.state(self._build_with_rules(model_key)))
-
-    def _build_with_rules(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            return self.build(key)
+            return nnx.to_pure_dict(nnx.state(self.build(model_key)))
 
     def build(self, key: Array) -> LanguageModel:
         """Draws the model, with the rules in force."""
-        model = self.family(self.config, key=key)
+        model = self.model_class(self.config, key=key)
         if self.trains and self.config.training.fp8 != "none":
             from mtjax.models.float8 import quantize_products
 

@@ -21,7 +21,7 @@ from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.layout.weights import ProductSizes, block_products, mlp_products, replicated_product
 from mtjax.models.layer import Layer
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.lora import Adapter, first_factor, gather_sequence_shared
 from mtjax.models.mixers.projected import ProjectedSelfAttention
 from mtjax.models.mixers.transformer import MLP
@@ -61,8 +61,8 @@ class SharedBlock(nnx.Module):
         self.mlp = mlp(model, output_std=model.init_std, key=mlp_key)
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Runs the block for the context's layer; `state` is the KV cache of that layer."""
         assert context.shared is not None
         with jax.named_scope(self.attention.scope):
@@ -136,7 +136,7 @@ class SharedLayer(Layer):
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Any
-    ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
+    ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, MixerState] | None]:
         """See `Layer.__call__`; the states are those of the block's attention and of Mamba-2."""
         assert context.shared is not None
         before, mamba = states or {}, getattr(self, self.mixers[0])

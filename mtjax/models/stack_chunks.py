@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Stack, context_of_layer, run_layer
-from mtjax.models.layer_context import LayerContext, Residual, State
-from mtjax.models.layer_loop import LayerLoopSettings, loop_over_layers
+from mtjax.models.layer_context import LayerContext, MixerState, Residual
+from mtjax.models.layer_loop import LayerLoopSettings, choose_loop
 from mtjax.models.padding_layers import run_unless_padding
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
@@ -33,7 +33,7 @@ class LayerSlice(NamedTuple):
     numbers: Int[Array, " layers"]
     """Numbers of the layers in the model, from which their dropout keys derive; some may be `PADDING`."""
     loop_settings: LayerLoopSettings
-    run: Callable[..., tuple[Array, State]] = run_layer
+    run: Callable[..., tuple[Array, MixerState]] = run_layer
     """Runs one of them; arguments as of `run_layer`."""
     first: Int[Array, ""] | None = None
     """Index of the first in the stack's arrays; None where these hold just these layers."""
@@ -53,15 +53,15 @@ def layer_slice(stack: Stack, chunk: Chunk | None) -> LayerSlice:
 
 def in_chunk(loop_settings: LayerLoopSettings) -> LayerLoopSettings:
     """Returns the policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
-    return LayerLoopSettings() if loop_settings.kind == "full" else loop_settings
+    return LayerLoopSettings() if loop_settings.recompute == "full" else loop_settings
 
 
-def run_chunk(stack: Stack, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
+def run_chunk(stack: Stack, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, MixerState]:
     """Runs the layers of a chunk one after the other, as `Stack.over_layers` runs all layers; all of them when None."""
     here = layer_slice(stack, chunk)
     with jax.named_scope("layers"):
         layers = LayerInputs(stack.layers, here.numbers)
-        return loop_over_layers(partial(here.run, context), layers, here.loop_settings, here.first)(x)
+        return choose_loop(partial(here.run, context), layers, here.loop_settings, here.first)(x)
 
 
 def scatter_counts(
@@ -75,7 +75,7 @@ def scatter_counts(
     return jnp.where(is_same, counts, 0).sum(1)
 
 
-def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
+def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, MixerState]:
     """Runs a layer as `run_layer` does; returns the hidden states unchanged where its number is `PADDING`."""
     layer, number, state = inputs
     layer_context = context_of_layer(context, number)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.layer_loop import LayerLoopSettings, RunLayer, States, loops_of, traced_layer
+from mtjax.models.layer_loop import LayerLoopSettings, MixerStates, RunLayer, loops_of
 from mtjax.models.recompute_in_order import gradients_in_turn, run_in_order
+from mtjax.models.saved_names import layer_mode
 from mtjax.sharding.param_comm import LayerInputs, ShardedParam
 
 
@@ -17,17 +18,17 @@ from mtjax.sharding.param_comm import LayerInputs, ShardedParam
 def unrolled_layers(layers: Any) -> Iterator[None]:
     """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
     leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, ShardedParam))
-    in_parts = any(isinstance(leaf, ShardedParam) and leaf.parts is not None for leaf in leaves)
-    token = traced_layer.set("unrolled, in parts" if in_parts else "unrolled")
+    in_parts = any(isinstance(leaf, ShardedParam) and leaf.split_dim is not None for leaf in leaves)
+    token = layer_mode.set("unrolled, in parts" if in_parts else "unrolled")
     try:
         yield
     finally:
-        traced_layer.reset(token)
+        layer_mode.reset(token)
 
 
 def run_unrolled(
     run: RunLayer, loop_settings: LayerLoopSettings, inputs: LayerInputs, x: Array
-) -> tuple[Array, States]:
+) -> tuple[Array, MixerStates]:
     """Runs layers without a loop, so that residuals are not copied into stacks.
 
     Args:
@@ -46,7 +47,7 @@ def run_unrolled(
         if from_input:
             variants = [variant for loop in loops for variant in [loop.variant(run)] * loop.times]
             x, after = run_in_order(variants, loops[0].saving, x, layers[:from_input], numbers, each)
-        run = gradients_in_turn(run) if loop_settings.in_turn else run
+        run = gradients_in_turn(run) if loop_settings.gradients_in_turn else run
         runs = [wrapped for loop in loops for wrapped in [loop.wrap(run)] * loop.times]
         for i in range(from_input, len(layers)):
             x, state = runs[i](x, LayerInputs(layers[i], numbers[i], each[i]))
@@ -56,6 +57,6 @@ def run_unrolled(
 
 def _saving_input(loop_settings: LayerLoopSettings, count: int) -> int:
     """Returns how many of `count` layers save their input only: the first ones."""
-    if loop_settings.kind != "full":
+    if loop_settings.recompute != "full":
         return 0
-    return min(loop_settings.num_layers, count) if loop_settings.method == "block" else count
+    return min(loop_settings.recompute_num_layers, count) if loop_settings.recompute_method == "block" else count

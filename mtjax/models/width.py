@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
-from mtjax.models.layer_loop import SAVED
+from mtjax.models.saved_names import SAVED
 from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, no_hoist, spec, varying_like
 
 

@@ -178,7 +178,7 @@ def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     outputs = weight.names[-1] == "embed" and weight.names[0] != "vocab"
     names = [n for n in weight.names if n != LAYERS and (n != "embed") == outputs]
     sizes = {
-        name: size // mesh.degree(layout.rules.axes(name))
+        name: size // mesh.degree(layout.rules.mesh_axes(name))
         for name, size in zip(weight.names, weight.shape, strict=True)
     }
     return math.prod(sizes[name] for name in names)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.sharding.processes import visible_gpus
 
 MAX_CPU_DEVICES = 256

@@ -1,4 +1,4 @@
-"""Builds a mesh, shards arrays by the logical names of their dimensions, and handles the axes over which they vary.
+"""Shards arrays by the logical names of their dimensions, and handles the axes over which they vary.
 
 A model writes `spec("batch", "act_seq", "embed")`; the `Rules` in force, set once by `use_rules` around tracing, map
 these logical axes to mesh axes. Mesh axes have the type `Explicit`: a sharding is part of an array's type, so that a
@@ -15,25 +15,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, reshard
-from jax.sharding import PartitionSpec as PartitionSpec
+from jax.sharding import PartitionSpec as PartitionSpec  # for models, which import none from jax
+from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int
 
-from mtjax.layout.mesh import MeshShape
 from mtjax.layout.rules import MANUAL, Axes, Rules
-
-
-def make_mesh(mesh_shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Builds a mesh of the first `mesh_shape.size` devices, attached or compile-only, with all axes explicit."""
-    axes = mesh_shape.axes
-    # The last axis varies fastest, so that a tensor parallel group is inside one server (appendix B of the paper).
-    grid = np.array(devices[: mesh_shape.size], dtype=object).reshape([mesh_shape.degree((axis,)) for axis in axes])
-    return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
-
 
 REPLICATED = PartitionSpec()
 """Replicated on every device."""
@@ -67,14 +56,14 @@ def spec(*names: str | None) -> PartitionSpec:
       AttributeError: a name is not a logical axis.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    rules = _in_force.get()
+    rules = current_rules()
     # A logical axis may map to several mesh axes, such as batch -> (data, expert).
-    return PartitionSpec(*(_entry(tuple(a for a in rules.axes(name) if a not in manual)) for name in names))
+    return PartitionSpec(*(_entry(tuple(a for a in rules.mesh_axes(name) if a not in manual)) for name in names))
 
 
 def partition_spec(rules: Rules, names: Sequence[str | None]) -> PartitionSpec:
     """Returns the sharding of an array whose dimensions have these names, outside of any `shard_map`."""
-    return PartitionSpec(*(_entry(rules.axes(name)) for name in names))
+    return PartitionSpec(*(_entry(rules.mesh_axes(name)) for name in names))
 
 
 def dimension_axes(partition: PartitionSpec, dim: int) -> Axes:
@@ -106,7 +95,7 @@ def num_shards(name: str) -> int:
     """Returns the number of shards of a dimension of this name, by the rules and the mesh in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
     # A mesh has only the axes that a run uses: a missing one has degree 1.
-    return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
+    return math.prod(sizes.get(axis, 1) for axis in current_rules().mesh_axes(name))
 
 
 def sequence_is_sharded() -> bool:
@@ -116,7 +105,7 @@ def sequence_is_sharded() -> bool:
 
 def width_is_sharded() -> bool:
     """Returns whether 2D tensor parallelism shards the width of hidden states between layers."""
-    return bool(_in_force.get().act_embed)
+    return bool(current_rules().act_embed)
 
 
 def non_manual_axes() -> frozenset[str]:
@@ -165,8 +154,8 @@ def min_and_sum_over_shards(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the minimum over devices of a scalar of their shards, and the sum over all elements of another.
 
-    `function` computes both from a device's shards: the first, and the terms of the second, which depend on one array
-    each, so that a term of a replicated array is counted once. Only scalars are sent.
+    `function(shards)` returns the scalar of which the minimum is taken, and a list of sums over one array's shard each,
+    which are added up; that of a replicated array counts once. Only scalars are sent.
     """
 
     def reduced(shards: Any) -> tuple[jax.Array, jax.Array]:
@@ -196,9 +185,10 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
 
 
 def merge_both(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
-    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
+    """Merges the dimensions `dims`, einsum letters, which each of two arrays has from the given position on, into one.
 
-    Returns all arguments unchanged if an array is sharded along any but the first of these dimensions.
+    Returns the letter of the merged dimension, and the arrays; all unchanged if an array is sharded along any but the
+    first of these dimensions.
     """
     first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
     if first is None or second is None:
@@ -258,7 +248,7 @@ mlir.register_lowering(
 
 def no_hoist(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls `function(*arguments)` as one primitive, opaque until it is lowered, so that `lax.scan` hoists nothing out
-    of it."""
+    of it. The primitive has no derivative: differentiate around it, as `where` does."""
     # `lax.scan` hoists what is computed from constants alone, such as a mask broadcast to the shape of attention
     # scores: the program would materialize that array, keep it alive through the step, and read it in every layer. It
     # hoists constants even out of a nested `shard_map`, which then does not lower.
@@ -269,7 +259,7 @@ def no_hoist(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def where(keep: Bool[Array, "..."], x: Float[Array, "..."], otherwise: float) -> Float[Array, "..."]:
-    """Selects `x` where `keep`, which may have dimensions of 1, and the number `otherwise` elsewhere."""
+    """`jnp.where`, but the mask, which may have dimensions of 1, is not hoisted out of a scan in the shape of `x`."""
     return cast(Array, _where(keep, x, otherwise))
 
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
-from mtjax.sharding.token_chunks import Chunks
-from mtjax.sharding.vocab import LossOptions, VocabSpecs, add_gradients, local_logits, local_rows
+from mtjax.sharding.token_chunks import TokenChunks
+from mtjax.sharding.vocab import LossOptions, VocabSpecs, add_chunk, local_logits, local_rows
 
 
 def vocab_parallel_distillation(
@@ -102,8 +102,8 @@ def _backward(
     ) -> tuple[Array, Array, Array | None]:
         """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
         labels_BS, teacher_BSW, teacher_VW, *tokenwise = arrays
-        hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
-        chunks = Chunks.of(hidden_BSH, options.chunk)
+        hidden_BSH = specs.gather_hidden(hidden_BSH)  # recomputed: only the sharded one is saved
+        chunks = TokenChunks.of(hidden_BSH, options.chunk)
         cast_VH, teacher_VW = table_VH.astype(hidden_BSH.dtype), teacher_VW.astype(teacher_BSW.dtype)
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
@@ -118,7 +118,7 @@ def _backward(
             slope = options.gradient(slope + soft * temperature * difference, logits_CV)
             # Padding of the vocabulary has no gradient.
             slope = jnp.where(column_V < options.vocab_size, slope, 0)
-            return add_gradients(sums, slope, hidden_CH, cast_VH)
+            return add_chunk(sums, slope, hidden_CH, cast_VH)
 
         like, zeros = (hidden_BSH, table_VH, *arrays), partial(jnp.zeros, dtype=jnp.float32)
         sums = jax.tree.map(lambda a: varying_like(zeros(a.shape), *like), (table_VH, bias_V))
@@ -158,8 +158,8 @@ def _summaries(
       maxima, the sums of exp(z), exp(z / T), exp(t / T) and exp(t / T) (t - z), the last difference not relative; and
       the label's logit.
     """
-    hidden_BSH = specs.gather_sequence(hidden_BSH)
-    chunks = Chunks.of(hidden_BSH, options.chunk)
+    hidden_BSH = specs.gather_hidden(hidden_BSH)
+    chunks = TokenChunks.of(hidden_BSH, options.chunk)
     table_VH, teacher_VW = table_VH.astype(hidden_BSH.dtype), teacher_VW.astype(teacher_BSW.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import REPLICATED, psum_varying, varying_axes
-from mtjax.sharding.gradients import LossModel, ManualRegion, MicrobatchSchedule, Sums, in_microbatches
+from mtjax.sharding.gradients import LossFunction, LossSums, ManualRegion, MicrobatchSchedule, in_microbatches
 from mtjax.sharding.rank_values import psum_shards
 from mtjax.sharding.zero import gather_for_inference, gather_for_step
 
@@ -48,13 +48,13 @@ def by_microbatches(run: Callable[[Tree, Tree], Tree], count: int) -> OfRank:
 
 
 def distributed_losses(
-    model: LossModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
-) -> Sums:
+    loss_function: LossFunction, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
+) -> LossSums:
     """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
-    def local(parameters: Tree, batch: Tree) -> Sums:
+    def local(parameters: Tree, batch: Tree) -> LossSums:
         """Runs on each rank."""
-        losses = schedule.losses(model, *region.mark_varying(parameters, batch), region.records)
+        losses = schedule.losses(loss_function, *region.mark_varying(parameters, batch), region.records)
         return jax.tree.map(psum_varying, losses)
 
     return region.map(local, batch, REPLICATED)(parameters, region.shard_batch(batch))

@@ -13,7 +13,7 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.float8 import E4M3, QuantizedWeight, quantized
 from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, gather
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.zero import NO_REDUCTION, Reduction, zeros_like_reduced
+from mtjax.sharding.zero import NO_REDUCTION, StepReduction, zeros_like_reduced
 
 Tree = Any
 
@@ -42,11 +42,11 @@ def quantize_stack(
         return MasterAndValues(stack, quantized(stack.astype(compute_dtype), E4M3, of_layers))
 
 
-class Float8Reduction(Reduction):
+class Float8Reduction(StepReduction):
     """The reduction of a step whose layers read matrices in 8 bits: their gradients are those of the matrices."""
 
     def wrap(self, parameters: Tree) -> Tree:
-        """Wraps parameters, some of them `MasterAndValues`: see `Reduction.wrap`."""
+        """Wraps parameters, some of them `MasterAndValues`: see `StepReduction.wrap`."""
 
         def is_pair(leaf: Any) -> bool:
             return isinstance(leaf, MasterAndValues)
@@ -62,7 +62,7 @@ class Float8Reduction(Reduction):
         """Replaces what products read of a wrapped matrix by the matrix in 8 bits."""
         if isinstance(wrapped, ShardedParam):
             # The float32 shard stays: the gradient is that of the master weight.
-            return replace(wrapped, gather_dtype=jnp.dtype(E4M3).name, cast=(pair.values,))
+            return replace(wrapped, gather_dtype=jnp.dtype(E4M3).name, narrow_shards=(pair.values,))
         if isinstance(wrapped, ReplicatedParam):
             full = wrapped.parameter
             if isinstance(full, ShardedParam):

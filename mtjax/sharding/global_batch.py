@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mtjax.sharding.axes import dimension_axes
-from mtjax.sharding.param_specs import of_dimensions
+from mtjax.sharding.param_specs import first_dimensions
 
 
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
       sharding: `batch_sharding`.
       global_batch_size: rows.
     """
-    indices = of_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
+    indices = first_dimensions(sharding, 1).addressable_devices_indices_map((global_batch_size,))
     rows = [np.arange(global_batch_size)[index] for index in indices.values() if index is not None]
     # Several devices may have the same rows: tensor, pipeline and context parallel ranks.
     return np.unique(np.concatenate(rows))
@@ -55,7 +55,7 @@ def global_batch(
             first = int(np.searchsorted(rows, start))
             return array[(slice(first, first + stop - start), *index[1:])]
 
-        array_sharding = of_dimensions(sharding, array.ndim)
+        array_sharding = first_dimensions(sharding, array.ndim)
         return jax.make_array_from_callback((global_batch_size, *array.shape[1:]), array_sharding, shard)
 
     return {name: assemble(array) for name, array in local.items()}

@@ -25,7 +25,7 @@ from mtjax.layout.rules import MANUAL, STAGE, Axes, Rules
 from mtjax.sharding.axes import only_axes, psum_varying, varying_like, with_axes
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.param_specs import ParamSpec, partition_specs, trained
-from mtjax.sharding.zero import Reduction, gather_for_inference, gather_for_step, materialize_outside_stacks
+from mtjax.sharding.zero import StepReduction, gather_for_inference, gather_for_step, materialize_outside_stacks
 
 if TYPE_CHECKING:
     from mtjax.sharding.pipeline.executor import PipelineSchedule
@@ -39,27 +39,32 @@ T = TypeVar("T")
 class ManualRegion:
     """The manual region of a model on a mesh."""
 
-    mesh: MeshShape
+    mesh_shape: MeshShape
     rules: Rules
     records: Tree
     """The `ParamSpec` of each parameter."""
 
     @property
+    def trained_records(self) -> Tree:
+        """`records` of the parameters that are differentiated."""
+        return trained(self.records, self.records)
+
+    @property
     def manual(self) -> Axes:
         """Axes that are manual inside."""
-        return tuple(axis for axis in self.mesh.axes if axis in MANUAL)
+        return tuple(axis for axis in self.mesh_shape.axes if axis in MANUAL)
 
     @property
     def explicit(self) -> Axes:
         """Axes that are explicit inside: XLA's partitioner inserts the collectives over these."""
-        return tuple(axis for axis in self.mesh.axes if axis not in MANUAL)
+        return tuple(axis for axis in self.mesh_shape.axes if axis not in MANUAL)
 
     def batch_spec(self, dimensions: int) -> PartitionSpec:
         """Returns the sharding of an array of a batch, [batch] or [batch, seq]."""
         spec = PartitionSpec()
         for dim, axes in enumerate((self.rules.batch, self.rules.seq)[:dimensions]):
             # XLA: values that vary over an axis of degree 1 would be copied for a reduction over one rank.
-            if sharded := tuple(axis for axis in axes if self.mesh.degree((axis,)) > 1):
+            if sharded := tuple(axis for axis in axes if self.mesh_shape.degree((axis,)) > 1):
                 spec = with_axes(PartitionSpec(*spec, *(None,) * (dim + 1 - len(spec))), dim, sharded)
         return spec
 
@@ -108,7 +113,7 @@ class ManualRegion:
         return jax.tree.map(lambda spec: only_axes(spec, axes), specs)
 
 
-AddsUp = Callable[[ParamSpec], bool]
+AddsInBackward = Callable[[ParamSpec], bool]
 """Whether the backward pass adds a gradient to its accumulator layer by layer, so that no full copy of it exists."""
 
 
@@ -128,36 +133,38 @@ def zeros_like_shards(shards: Tree) -> Tree:
     return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), shards)
 
 
-def with_accumulators(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp) -> Tree:
-    """Wraps parameters in `AccumulateInto` where `adds_up`: their gradients come out added to `sums`."""
+def with_accumulators(records: Tree, wrapped: Tree, accumulators: Tree, adds_in_backward: AddsInBackward) -> Tree:
+    """Wraps parameters in `AccumulateInto` where the backward pass adds: their gradients come out added to these."""
 
-    def one(record: ParamSpec, leaf: Any, accumulator: Array) -> Any:
-        if not adds_up(record):
+    def wrap_one(record: ParamSpec, leaf: Any, accumulator: Array) -> Any:
+        """Wraps a parameter; of a maximum, its own is returned, as `add_microbatch` takes the larger."""
+        if not adds_in_backward(record):
             return leaf
         return AccumulateInto(leaf, jnp.zeros_like(accumulator) if record.grad_reduction.is_maximum else accumulator)
 
-    return jax.tree.map(one, records, wrapped, sums)
+    return jax.tree.map(wrap_one, records, wrapped, accumulators)
 
 
-def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -> Tree:
-    """Adds a microbatch's gradients to the accumulators.
+def add_microbatch(records: Tree, accumulators: Tree, gradients: Tree, adds_in_backward: AddsInBackward) -> Tree:
+    """Returns the accumulators after a microbatch: gradients that the backward pass has added already as they are,
+    others added here.
 
     Args:
       records: of each parameter.
-      sums: accumulators, float32.
-      gradients: with respect to parameters of `with_accumulators`, with the same `sums`.
-      adds_up: the same predicate; these gradients contain the sum already.
+      accumulators: float32.
+      gradients: with respect to parameters of `with_accumulators`, with the same `accumulators`.
+      adds_in_backward: the same predicate; these gradients contain the sum already.
     """
 
-    def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
-        """Adds a parameter's gradient to its sum, unless the backward pass has added it."""
-        if adds_up(record) and not record.grad_reduction.is_maximum:
+    def add_one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
+        """Adds a parameter's gradient to its accumulator, unless the backward pass has added it."""
+        if adds_in_backward(record) and not record.grad_reduction.is_maximum:
             return gradient
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
         add = jnp.maximum if record.grad_reduction.is_maximum else jnp.add
         return jax.tree.map(lambda a, g: add(a, g.astype(jnp.float32)), accumulator, gradient)
 
-    return jax.tree.map(one, records, sums, gradients)
+    return jax.tree.map(add_one, records, accumulators, gradients)
 
 
 # --- in loops over layers
@@ -168,9 +175,9 @@ def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
     where there are none."""
     # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
-    sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
+    accumulators = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
     plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
-    return plain, sums or None
+    return plain, accumulators or None
 
 
 def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
@@ -183,30 +190,30 @@ def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T
     """
     # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
     shards, tree = jax.tree.flatten(differentiable_shards(layer))
-    shards, stack = _tie(shards, stack, index)
+    shards, stack = _accumulate(shards, stack, index)
     return with_shards(layer, jax.tree.unflatten(tree, shards)), stack
 
 
 @jax.custom_vjp
-def _tie(shards: list[Array], stack: list[Array], index: Array) -> tuple[list[Array], list[Array]]:
+def _accumulate(shards: list[Array], stack: list[Array], index: Array) -> tuple[list[Array], list[Array]]:
     return shards, stack
 
 
-def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple[Any, Array]:
+def _accumulate_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple[Any, Array]:
     return (shards, stack), index
 
 
-def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+def _accumulate_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
     """Adds the layer's gradients [...] to the accumulators [layers, ...] at `index`."""
-    of_layer, sums = gradients
-    return None, [add_to_layer(total, grad, index) for total, grad in zip(sums, of_layer, strict=True)], None
+    of_layer, accumulators = gradients
+    return None, [add_to_layer(*pair, index) for pair in zip(accumulators, of_layer, strict=True)], None
 
 
-_tie.defvjp(_tie_forward, _tie_backward)
+_accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` is from 0."""
+    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` must not be negative."""
     # XLA: one kernel reads and writes the layer only if both have the same index, without arithmetic for indices below
     # 0, and if the layer is not reshaped between; else the layer is copied before.
     before = lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
@@ -214,46 +221,46 @@ def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
 
 
 @jax.custom_vjp
-def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
-    """Returns `x`; in the backward pass, the cotangents of `stack` begin as `sums` instead of zeros.
+def seed_cotangents(accumulators: Tree, x: Array, stack: Tree) -> Array:
+    """Returns `x`; in the backward pass, the cotangents of `stack` begin as `accumulators` instead of zeros.
 
     Args:
-      sums: gradient accumulators, float32, in the shapes of `stack`.
+      accumulators: of gradients, float32, in the shapes of `stack`.
       x: hidden states after the last layer.
       stack: what the loop over layers carried unchanged; nothing else may read it.
     """
     return x
 
 
-def _seed_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
-    return x, sums
+def _seed_forward(accumulators: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
+    return x, accumulators
 
 
-def _seed_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
-    return None, gradient, sums
+def _seed_backward(accumulators: Tree, gradient: Array) -> tuple[None, Array, Tree]:
+    return None, gradient, accumulators
 
 
 seed_cotangents.defvjp(_seed_forward, _seed_backward)
 
 
-Sums = dict[str, Array]
+LossSums = dict[str, Array]
 """By name: weighted sums of losses, float32 scalars; and counters such as the tokens of each expert, float32 arrays."""
 
 
-def total_loss(sums: Sums) -> Array:
+def total_loss(loss_sums: LossSums) -> Array:
     """Adds up the losses, without the counters: the value that is minimized."""
     # Losses are scalars; counters, such as the tokens of each expert, are arrays.
-    return sum((value for value in sums.values() if not value.ndim), start=jnp.zeros(()))
+    return sum((value for value in loss_sums.values() if not value.ndim), start=jnp.zeros(()))
 
 
-class LossModel(Protocol):
-    """A model as a function of its parameters, on ranks that have all layers."""
+class LossFunction(Protocol):
+    """A model's losses as a function of its parameters, on ranks that have all layers."""
 
-    def with_frozen(self, frozen: Tree) -> "LossModel":
-        """Returns the model as a function of its other parameters; `frozen` has a part of their tree."""
+    def with_frozen(self, frozen: Tree) -> "LossFunction":
+        """Returns the losses as a function of the other parameters; `frozen` has a part of their tree."""
         ...
 
-    def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
+    def loss_sums(self, parameters: Tree, microbatch: Tree) -> LossSums:
         """Computes the losses of a microbatch."""
         ...
 
@@ -273,38 +280,40 @@ class Accumulate:
 
     num_microbatches: int
 
-    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+    def gradients(
+        self, loss_function: LossFunction, parameters: Tree, batch: Tree, step_reduction: StepReduction
+    ) -> tuple[LossSums, Tree]:
         """Computes losses and gradients of this rank's samples.
 
         Args:
-          model: differentiated.
+          loss_function: differentiated.
           parameters: this rank's shards, varying over the axes over which the batch does.
           batch: arrays [samples, ...], this rank's.
-          reduction: which gradients are reduced inside the backward pass; the caller reduces the others.
+          step_reduction: which gradients are reduced inside the backward pass; the caller reduces the others.
 
         Returns:
           The losses, and the float32 gradients of their sum, both summed over microbatches.
         """
-        records, wrapped = reduction.records, reduction.wrap(parameters)
+        records, wrapped = step_reduction.records, step_reduction.wrap(parameters)
         prepared = self.prepare_parameters(records, wrapped)
         # Differentiated by shards, not by parameters: a gradient has its primal's shape, and that of a reduced one is a
         # shard's.
         shards = differentiable_shards(prepared)
-        sums = self.zeros(records, wrapped, shards)
+        accumulators = self.zeros(records, wrapped, shards)
 
-        def loss(shards: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
+        def loss(shards: Tree, accumulators: Tree, microbatch: Tree) -> tuple[Array, LossSums]:
             """Computes the total loss of a microbatch by the differentiable shards."""
-            parameters = with_accumulators(records, with_shards(prepared, shards), sums, self.adds_up)
-            losses = model.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
+            parameters = with_accumulators(records, with_shards(prepared, shards), accumulators, self.adds_in_backward)
+            losses = loss_function.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
             return total_loss(losses), losses
 
-        def accumulate(sums: Tree, microbatch: Tree) -> tuple[Tree, Sums]:
+        def accumulate(accumulators: Tree, microbatch: Tree) -> tuple[Tree, LossSums]:
             """Adds a microbatch's gradients to the accumulators; one iteration of the loop over microbatches."""
-            gradients, losses = jax.grad(loss, has_aux=True)(shards, sums, microbatch)
-            return self.add(records, sums, gradients), losses
+            gradients, losses = jax.grad(loss, has_aux=True)(shards, accumulators, microbatch)
+            return self.add(records, accumulators, gradients), losses
 
         # One trace for all microbatches; the carry is updated in place.
-        gradients, losses = lax.scan(accumulate, sums, in_microbatches(batch, self.num_microbatches))
+        gradients, losses = lax.scan(accumulate, accumulators, in_microbatches(batch, self.num_microbatches))
         # Weights divide by the counts of the global batch, so that sums over microbatches are means.
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), gradients
 
@@ -312,34 +321,39 @@ class Accumulate:
         """Prepares parameters for layers, once per step: gathers those of ZeRO-1 and 2."""
         return gather_for_step(records, wrapped)
 
-    def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+    def losses(self, loss_function: LossFunction, parameters: Tree, batch: Tree, records: Tree) -> LossSums:
         """Computes the losses alone, from this rank's parameters, sharded as `storage_spec`; one microbatch."""
-        return model.loss_sums(gather_for_inference(records, parameters), batch)
+        return loss_function.loss_sums(gather_for_inference(records, parameters), batch)
 
     def zeros(self, records: Tree, wrapped: Tree, shards: Tree) -> Tree:
-        """Builds the gradient accumulators of parameters as `Reduction.wrap` returns them, and as layers use them."""
+        """Builds the gradient accumulators, in the shapes of `shards`; unrolled layers, which override it, read
+        `wrapped`, in which parameters are stacked."""
         return zeros_like_shards(shards)
 
-    def add(self, records: Tree, sums: Tree, gradients: Tree) -> Tree:
+    def add(self, records: Tree, accumulators: Tree, gradients: Tree) -> Tree:
         """Adds a microbatch's gradients to the accumulators."""
-        return add_gradients(records, sums, gradients, self.adds_up)
+        return add_microbatch(records, accumulators, gradients, self.adds_in_backward)
 
-    def adds_up(self, record: ParamSpec) -> bool:
+    def adds_in_backward(self, record: ParamSpec) -> bool:
         """Returns whether the backward pass adds a gradient to its accumulator layer by layer (`AccumulateInto`)."""
         return record.is_stacked and self.num_microbatches > 1
 
 
 def distributed_gradients(
-    model: LossModel, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule, reduction: Reduction
-) -> Callable[[Tree, Tree], tuple[Sums, Tree]]:
+    loss_function: LossFunction,
+    batch: Tree,
+    region: ManualRegion,
+    microbatch_schedule: MicrobatchSchedule,
+    step_reduction: StepReduction,
+) -> Callable[[Tree, Tree], tuple[LossSums, Tree]]:
     """Returns the function that computes losses and gradients of a global batch.
 
     Args:
-      model: differentiated; the weights of its losses already divide by global counts, so sums are means.
+      loss_function: differentiated; the weights of its losses already divide by global counts, so sums are means.
       batch: a sharded batch, or arrays like it; only shapes are read.
       region: in which it runs.
-      schedule: the order of microbatches.
-      reduction: how gradients of the trainable parameters are reduced.
+      microbatch_schedule: the order of microbatches.
+      step_reduction: how gradients of the trainable parameters are reduced.
 
     Returns:
       (parameters sharded as `storage_spec`, the result of `region.shard_batch`) -> the losses by name, float32 scalars;
@@ -347,20 +361,20 @@ def distributed_gradients(
     """
     records = region.records
 
-    def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
+    def local(parameters: Tree, batch: Tree) -> tuple[LossSums, Tree]:
         """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
         # What varies over an axis has a gradient that is local to each rank along it.
         parameters, batch = region.mark_varying(parameters, batch)
-        of_trained, trained_parameters = model, trained(records, parameters)
+        trained_parameters, loss_of_trained = trained(records, parameters), loss_function
         if trained_parameters is not parameters:
-            # Frozen parameters are bound to the model, so that what follows sees trained ones alone.
+            # Some are frozen: they are bound, so that what follows sees trained ones alone.
             from mtjax.sharding.trainable import bind_frozen
 
-            of_trained = bind_frozen(model, records, parameters, schedule)
-        losses, gradients = schedule.gradients(of_trained, trained_parameters, batch, reduction)
+            loss_of_trained = bind_frozen(loss_function, records, parameters, microbatch_schedule)
+        losses, gradients = microbatch_schedule.gradients(loss_of_trained, trained_parameters, batch, step_reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
-            return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
+            return jax.tree.map(psum_varying, losses), step_reduction.finish(gradients)
 
-    results = PartitionSpec(), partition_specs(trained(records, records), "storage_spec")
+    results = PartitionSpec(), partition_specs(region.trained_records, "storage_spec")
     return region.map(local, batch, results)

@@ -11,4 +11,4 @@ from mtjax.sharding.param_comm import ShardedParam
 def narrow_shard(parameter: ShardedParam) -> ShardedParam:
     """Returns a parameter with float32 zeros in the place of its shard, which is gathered as it is."""
     shard = parameter.shard
-    return replace(parameter, shard=varying_like(jnp.zeros_like(shard, jnp.float32), shard), cast=(shard,))
+    return replace(parameter, shard=varying_like(jnp.zeros_like(shard, jnp.float32), shard), narrow_shards=(shard,))

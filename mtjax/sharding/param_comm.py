@@ -49,7 +49,7 @@ class WrappedParam:
     shard: Any
     """What a loss is differentiated by in its place; None if it has no gradient."""
 
-    def used(self) -> Any:
+    def materialized(self) -> Any:
         """Returns what products use: an array or a `QuantizedWeight`."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class WrappedParam:
         return replace(self, shard=shard)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @property
-    def communicates_as(self) -> "ShardedParam | ReplicatedParam | None":
+    def communicating(self) -> "ShardedParam | ReplicatedParam | None":
         """The wrapper for which ranks communicate: itself, or None."""
         return self  # pyright: ignore[reportReturnType]
 
@@ -70,7 +70,7 @@ class WrappedParam:
 )
 @dataclass(frozen=True)
 class ReplicatedParam(WrappedParam):
-    """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`."""
+    """A replicated parameter whose gradient is reduced in the backward pass and returned as that of `shard`."""
 
     parameter: Any
     """The parameter, perhaps a `QuantizedWeight`, or the `ShardedParam` from which it is gathered once per step."""
@@ -79,27 +79,28 @@ class ReplicatedParam(WrappedParam):
     compute_spec: PartitionSpec
     """Of the parameter where it is used, without the leading `layers`."""
     reduction: GradReduction
-    """Likewise; it may have no axes, for a parameter in the compute type, whose gradient is only cast to float32."""
+    """Of its gradient, without the leading `layers`; it may have no axes, for a parameter in the compute type, whose
+    gradient is only cast to float32."""
     dtype: str | None = None
     """Type to which it is cast where it is used; None: as it is."""
 
-    def used(self) -> Any:
-        """See `WrappedParam.used`; its gradient is reduced."""
+    def materialized(self) -> Any:
+        """See `WrappedParam.materialized`; its gradient is reduced."""
         if not isinstance(self.parameter, Array):
             return self.parameter.reduced(partial(_reduce_grad, self.compute_spec, self.reduction), self.shard)
         array = self.parameter if self.dtype is None else self.parameter.astype(self.dtype)
         return _reduce_grad(self.compute_spec, self.reduction, array, self.shard)
 
     @property
-    def communicates_as(self) -> "ReplicatedParam | None":
-        """See `WrappedParam.communicates_as`."""
+    def communicating(self) -> "ReplicatedParam | None":
+        """See `WrappedParam.communicating`."""
         return self if self.reduction.axes else None
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["shard", "cast"],
-    meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward", "parts"],
+    data_fields=["shard", "narrow_shards"],
+    meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward", "split_dim"],
 )
 @dataclass(frozen=True)
 class ShardedParam(WrappedParam):
@@ -109,7 +110,7 @@ class ShardedParam(WrappedParam):
     names: tuple[str, ...]
     """Logical names of the dimensions where it is used, without the leading `layers`."""
     reduction: GradReduction
-    """Likewise without the leading `layers`."""
+    """Of its gradient, without the leading `layers`."""
     gather_dtype: str
     """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
     dtype: str
@@ -117,27 +118,27 @@ class ShardedParam(WrappedParam):
     `gather_dtype`, so that no second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
-    cast: tuple[Any, ...] = ()
+    narrow_shards: tuple[Any, ...] = ()
     """The shard in `gather_dtype`, where it is stored in it, or cast once per step; one array per part."""
-    parts: int | None = None
+    split_dim: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is gathered in 8 bits, from `cast`."""
+        """Whether it is gathered in 8 bits, from `narrow_shards`."""
         return self.gather_dtype.startswith("float8")
 
     @property
-    def sent(self) -> Any:
+    def gather_input(self) -> Any:
         """The shard that is gathered, if it is gathered in one part."""
-        return self.cast[0] if self.cast and self.parts is None else self.shard
+        return self.narrow_shards[0] if self.narrow_shards and self.split_dim is None else self.shard
 
-    def used(self) -> Any:
-        """See `WrappedParam.used`; it is all-gathered."""
+    def materialized(self) -> Any:
+        """See `WrappedParam.materialized`; it is all-gathered."""
         if non_manual_axes().issuperset(self.reduction.shard_axes):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
-            return reshard(self.sent.astype(self.gather_dtype), spec(*self.names)).astype(self.dtype)
-        return self.with_gathered(gather(self)).used() if self.is_quantized else gather(self)
+            return reshard(self.gather_input.astype(self.gather_dtype), spec(*self.names)).astype(self.dtype)
+        return self.with_gathered(gather(self)).materialized() if self.is_quantized else gather(self)
 
     def in_full(self, full: Array) -> Any:
         """Returns the parameter of this gathered array."""
@@ -158,19 +159,22 @@ def is_wrapped(x: Any) -> bool:
     return isinstance(x, WrappedParam)
 
 
-def communicated(leaf: Any) -> "ShardedParam | ReplicatedParam | None":
+def communicating_param(leaf: Any) -> "ShardedParam | ReplicatedParam | None":
     """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    return leaf.communicates_as if is_wrapped(leaf) else None
+    return leaf.communicating if is_wrapped(leaf) else None
 
 
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by what products use."""
-    return jax.tree.map(lambda leaf: leaf.used() if is_wrapped(leaf) else leaf, module, is_leaf=is_wrapped)
+    return jax.tree.map(lambda leaf: leaf.materialized() if is_wrapped(leaf) else leaf, module, is_leaf=is_wrapped)
 
 
 def gather(leaf: ShardedParam) -> Array:
     """All-gathers a parameter where it is used, in the manual region."""
-    return _gather(replace(leaf, shard=None, cast=()), leaf.sent if leaf.is_quantized else leaf.shard, leaf.cast)
+    # The float32 shard is an argument even if `narrow_shards` are sent, so that it gets the gradient. A quantized
+    # parameter gets its gradient by `with_gathered`, and is not differentiated here.
+    shard = leaf.gather_input if leaf.is_quantized else leaf.shard
+    return _gather(replace(leaf, shard=None, narrow_shards=()), shard, leaf.narrow_shards)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -196,46 +200,46 @@ _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
+def _gather(how: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
       how: the parameter, without arrays.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
-      cast: the same in `gather_dtype`, if it exists already, in parts.
+      narrow_shards: the same in `gather_dtype`, if it exists already, in parts.
     """
     dtype = how.gather_dtype if how.is_quantized else how.dtype
     with jax.named_scope("parameters"):
         full = [
             fully_manual(lambda a: all_gather_manual(how, a).astype(dtype), spec(*how.names))(a)
-            for a in cast or (shard,)
+            for a in narrow_shards or (shard,)
         ]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
-        return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
+        return full[0] if how.split_dim is None else jnp.concatenate(full, axis=how.split_dim)
 
 
-def _gather_forward(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+def _gather_forward(how: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> tuple[Array, int]:
     # Neither the shard nor the gathered parameter is a residual: only how many gradients are None.
-    return _gather(how, shard, cast), len(cast)
+    return _gather(how, shard, narrow_shards), len(narrow_shards)
 
 
 def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
     """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
     none, reduced = (None,) * casts, partial(reduce_gradient, grad_spec=spec(*how.names), reduction=how.reduction)
-    if how.parts is None:
+    if how.split_dim is None:
         return reduced(gradient), none
-    parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
-    return jnp.concatenate([reduced(part) for part in parts], axis=how.parts), none
+    parts = jnp.split(gradient, gradient.shape[how.split_dim], axis=how.split_dim)
+    return jnp.concatenate([reduced(part) for part in parts], axis=how.split_dim), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def all_gather_manual(how: ShardedParam, shard: Array) -> Array:
+def all_gather_manual(parameter: ShardedParam, shard: Array) -> Array:
     """All-gathers a shard in `gather_dtype`, with all axes manual."""
     # XLA: the operand's layout, sharded dimension outermost, would spread to the stack: a transposed copy of all of it.
-    sent = row_major(shard).astype(how.gather_dtype)
-    return lax.all_gather(sent, how.reduction.shard_axes, axis=how.reduction.dim, tiled=True)
+    sent = row_major(shard).astype(parameter.gather_dtype)
+    return lax.all_gather(sent, parameter.reduction.shard_axes, axis=parameter.reduction.dim, tiled=True)
 
 
 def row_major(a: Array) -> Array:
@@ -293,7 +297,7 @@ def with_shards(wrapped: Tree, shards: Tree) -> Tree:
 
 
 class LayerInputs(NamedTuple):
-    """What a loop over layers passes to one of them, besides hidden states; or of several layers, stacked."""
+    """What a loop passes to a layer besides hidden states; of several layers, each array stacked."""
 
     parameters: Any
     number: Array
@@ -303,5 +307,5 @@ class LayerInputs(NamedTuple):
 
 
 def index_layer(stacks: T, index: Any) -> T:
-    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` is from 0."""
+    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` must not be negative."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False, allow_negative_indices=False), stacks)

@@ -28,7 +28,10 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of a model on a mesh; all shardings are those of the entire, stacked array."""
+    """A parameter of a model on a mesh; all shardings are those of the entire, stacked array.
+
+    `records` is everywhere a tree of these, like the parameters'.
+    """
 
     name: str
     """Dotted, such as `stack.layers.mlp.up.weight`."""
@@ -68,8 +71,8 @@ class ParamSpec:
         return self.logical_axes[:1] == (LAYERS,)
 
     @property
-    def is_zero_sharded(self) -> bool:
-        """Whether ZeRO shards it if it is trainable; a frozen one is sharded by ZeRO-3 alone."""
+    def has_zero_dimension(self) -> bool:
+        """Whether ZeRO shards a dimension of it; of a frozen parameter only ZeRO-3 does (`gather_dtype`)."""
         return self.grad_reduction.dim != NOT_SHARDED
 
     @property
@@ -95,10 +98,10 @@ def dotted(path: Any) -> str:
 
 
 def param_specs(
-    axes: Tree,
+    logical_axes: Tree,
     shapes: Tree,
     layout: Layout,
-    mesh: MeshShape,
+    mesh_shape: MeshShape,
     compute_dtype: str,
     grad_reduce_dtype: str = "float32",
     is_trainable: Callable[[str], bool] = lambda name: True,
@@ -113,22 +116,23 @@ def param_specs(
 
     def describe(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
         """Describes a parameter from its path, its dimensions' logical names and its abstract array."""
-        name, is_narrow = dotted(path), gathers_in_compute_dtype(names)
+        name, in_compute_dtype = dotted(path), gathers_in_compute_dtype(names)
         trainable, is_maximum = is_trainable(name), name.endswith(f".{LARGEST_SCORES}")
-        # Ranks along `replicas` hold the same parameter. Along those in `token_axes` they process different samples or
-        # tokens: the gradient is reduced over these. Along the others, stages, it is after the last microbatch.
-        replicas = tuple(axis for axis in layout.rules.replicas(names) if mesh.degree((axis,)) > 1)
-        deferred = tuple(axis for axis in replicas if axis not in layout.rules.token_axes)
-        replicas = tuple(axis for axis in replicas if axis not in deferred)
+        # Ranks along `replicated` hold the same parameter. Along those in `token_axes` they process different samples
+        # or tokens: the gradient is reduced over these. Along the others, stages, it is reduced after the last
+        # microbatch.
+        replicated = tuple(axis for axis in layout.rules.replicated_axes(names) if mesh_shape.degree((axis,)) > 1)
+        deferred = tuple(axis for axis in replicated if axis not in layout.rules.token_axes)
+        reduced = tuple(axis for axis in replicated if axis not in deferred)
         # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
-        zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
-        dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
-        dim, comm_dtype = (NOT_SHARDED, "float32") if is_maximum else (dim, grad_reduce_dtype)
-        zero_axes = zero_axes if dim != NOT_SHARDED else ()
+        candidates = tuple(axis for axis in layout.zero_axes if axis in reduced)
+        divisible = sharded_dimension(names, array.shape, layout, mesh_shape, mesh_shape.degree(candidates))
+        dim, comm_dtype = (NOT_SHARDED, "float32") if is_maximum else (divisible, grad_reduce_dtype)
+        zero_axes = candidates if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
-        between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
-        replicas = tuple(axis for axis in replicas if axis not in between)
-        compute_spec, shards = partition_spec(layout.rules, names), mesh.degree(zero_axes)
+        between = tuple(axis for axis in reduced if zero_axes and axis not in zero_axes)
+        in_groups = tuple(axis for axis in reduced if axis not in between)
+        compute_spec, shards = partition_spec(layout.rules, names), mesh_shape.degree(zero_axes)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
         is_read_every_tick = bool(deferred) and name.startswith(BLOCK)
@@ -139,17 +143,17 @@ def param_specs(
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, comm_dtype, is_maximum),
+            grad_reduction=GradReduction(in_groups, dim, zero_axes, shards, comm_dtype, is_maximum),
             between_groups=between,
             deferred_axes=deferred,
-            gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
+            gather_dtype=(compute_dtype if in_compute_dtype else "float32") if is_stored_sharded else None,
             is_read_every_tick=is_read_every_tick,
             is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or is_read_every_tick),
             is_trainable=trainable,
-            dtype=master_dtype if trainable and is_narrow else "float32",
+            dtype=master_dtype if trainable and in_compute_dtype else "float32",
         )
 
-    return jax.tree_util.tree_map_with_path(describe, axes, shapes, is_leaf=is_names)
+    return jax.tree_util.tree_map_with_path(describe, logical_axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def trained(records: Tree, tree: Tree) -> Tree:
@@ -203,7 +207,7 @@ def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(rules, ("batch", "seq") if rules.seq else ("batch",)))
 
 
-def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
+def first_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
     """Restricts a batch's sharding to an array of `count` dimensions, such as [batch]."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:count]))
 
@@ -211,8 +215,3 @@ def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
 def with_sharding(abstract: Tree, shardings: Tree) -> Tree:
     """Adds shardings to abstract arrays, so that a program can be lowered from them without a device."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-
-
-def is_names(x: Any) -> bool:
-    """Returns whether `x` is a tuple of logical names: a leaf of the trees above."""
-    return isinstance(x, tuple)

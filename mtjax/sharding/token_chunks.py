@@ -7,14 +7,14 @@ from jax import Array
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TokenChunks:
     """Divides a rank's tokens into chunks of equal length, the last one padded with zeros."""
 
     tokens: int
     count: int
 
     @classmethod
-    def of(cls, hidden_BSH: Array, size: int) -> "Chunks":
+    def of(cls, hidden_BSH: Array, size: int) -> "TokenChunks":
         """Divides the tokens of an array [B, S, ...] into chunks of at most `size`."""
         tokens = hidden_BSH.shape[0] * hidden_BSH.shape[1]
         return cls(tokens, -(-tokens // size))

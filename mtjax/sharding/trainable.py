@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from mtjax.sharding.gradients import LossModel, MicrobatchSchedule
-from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, WrappedParam, communicated, materialize
+from mtjax.sharding.gradients import LossFunction, MicrobatchSchedule
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, WrappedParam, communicating_param, materialize
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference
 
@@ -28,8 +28,8 @@ class NoGrad(WrappedParam):
     # Nothing to differentiate by: `differentiable_shards` has None here, so that no gradient and no accumulator exists.
     shard = None
 
-    def used(self) -> Any:
-        """See `WrappedParam.used`."""
+    def materialized(self) -> Any:
+        """See `WrappedParam.materialized`."""
         return materialize(self.parameter)
 
     def with_shard(self, shard: Any) -> "NoGrad":
@@ -38,9 +38,9 @@ class NoGrad(WrappedParam):
         return self
 
     @property
-    def communicates_as(self) -> ShardedParam | ReplicatedParam | None:
-        """See `WrappedParam.communicates_as`."""
-        return communicated(self.parameter)
+    def communicating(self) -> ShardedParam | ReplicatedParam | None:
+        """See `WrappedParam.communicating`."""
+        return communicating_param(self.parameter)
 
 
 def select_trainable(records: Tree, tree: Tree) -> Tree:
@@ -72,20 +72,20 @@ def merge_trees(trainable: Tree, frozen: Tree) -> Tree:
     return {**trainable, **frozen, **both}
 
 
-def bind_frozen(model: LossModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> LossModel:
-    """Makes a model a function of its trainable parameters alone; returns the model itself where all are.
+def bind_frozen(
+    loss_function: LossFunction, records: Tree, parameters: Tree, schedule: MicrobatchSchedule
+) -> LossFunction:
+    """Makes a loss a function of its trainable parameters alone.
 
     Args:
-      model: a function of all parameters.
+      loss_function: a function of all parameters.
       records: of all parameters.
       parameters: all of them, this rank's shards.
       schedule: decides whether layers read stacked or unstacked parameters.
     """
     frozen = select_frozen(records, records)
-    if not frozen:
-        return model
     # Frozen parameters are not reduced or accumulated, so they are wrapped as for inference. Those of stacks are
     # marked: loops over layers then have no gradients and accumulators of them.
     used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
     mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
-    return model.with_frozen(schedule.prepare_parameters(frozen, jax.tree.map(mark, frozen, used)))
+    return loss_function.with_frozen(schedule.prepare_parameters(frozen, jax.tree.map(mark, frozen, used)))

@@ -16,11 +16,11 @@ from jax import lax
 
 from mtjax.config.adapters import PARTS
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.gradients import Accumulate, LossModel, Sums, zeros_like_shards
+from mtjax.sharding.gradients import Accumulate, LossFunction, LossSums, zeros_like_shards
 from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, differentiable_shards, gather, materialize
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.trainable import NoGrad
-from mtjax.sharding.zero import Reduction
+from mtjax.sharding.zero import StepReduction
 
 Tree = Any
 T = TypeVar("T")
@@ -42,9 +42,11 @@ class AccumulateUnrolled(Accumulate):
     is_float8: bool = False
     """Whether layers multiply in 8 bits."""
 
-    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+    def gradients(
+        self, loss_function: LossFunction, parameters: Tree, batch: Tree, step_reduction: StepReduction
+    ) -> tuple[LossSums, Tree]:
         """See `Accumulate.gradients`."""
-        losses, gradients = super().gradients(model, parameters, batch, reduction)
+        losses, gradients = super().gradients(loss_function, parameters, batch, step_reduction)
         return losses, restack(gradients)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
@@ -61,14 +63,14 @@ class AccumulateUnrolled(Accumulate):
             jax.tree.map(lambda r, stack, layers: layers if r.is_matrix else stack, records, stacked, shards)
         )
 
-    def add(self, records: Tree, sums: Tree, gradients: Tree) -> Tree:
+    def add(self, records: Tree, accumulators: Tree, gradients: Tree) -> Tree:
         """See `Accumulate.add`."""
         # Matrices have an accumulator per layer, vectors a stacked one (`zeros`).
         alike = lambda _, total, gradient: gradient if _is_layer_list(total) else restack(gradient)  # noqa: E731
-        return super().add(records, sums, jax.tree.map(alike, records, sums, gradients))
+        return super().add(records, accumulators, jax.tree.map(alike, records, accumulators, gradients))
 
-    def adds_up(self, record: ParamSpec) -> bool:
-        """See `Accumulate.adds_up`: there is no loop to add in."""
+    def adds_in_backward(self, record: ParamSpec) -> bool:
+        """See `Accumulate.adds_in_backward`: there is no loop to add in."""
         return False
 
 
@@ -126,17 +128,17 @@ def _gathered(layer: ShardedParam) -> jax.Array:
 
 def _for_unrolled(layer: ShardedParam) -> ShardedParam:
     """Returns a layer's parameter of ZeRO-3 as unrolled layers gather it: cast once per step, and part by part."""
-    parts = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
-    if parts is not None and (parts == layer.reduction.dim or not can_be_apart(layer.names[parts:])):
-        parts = None
+    split_dim = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
+    if split_dim is not None and (split_dim == layer.reduction.dim or not can_be_apart(layer.names[split_dim:])):
+        split_dim = None
     # XLA: its gradient is computed in the type in which it is sent, so XLA adds no cast in front of the products that
     # read it.
     dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
     # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.
-    shard = lax.stop_gradient(layer.sent)
-    pieces = [shard] if parts is None else jnp.split(shard, shard.shape[parts], axis=parts)
-    cast = tuple(piece.astype(layer.gather_dtype) for piece in pieces)
-    return replace(layer, cast=cast, dtype=dtype, parts=parts)
+    shard = lax.stop_gradient(layer.gather_input)
+    pieces = [shard] if split_dim is None else jnp.split(shard, shard.shape[split_dim], axis=split_dim)
+    narrow_shards = tuple(piece.astype(layer.gather_dtype) for piece in pieces)
+    return replace(layer, narrow_shards=narrow_shards, dtype=dtype, split_dim=split_dim)
 
 
 def restack(tree: Tree) -> Tree:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
-from mtjax.sharding.token_chunks import Chunks
+from mtjax.sharding.token_chunks import TokenChunks
 
 if TYPE_CHECKING:
     from mtjax.sharding.stored_weight import StoredWeight
@@ -52,7 +52,7 @@ class VocabSpecs:
         return dimension_axes(self.table, 0)
 
     @property
-    def parts(self) -> tuple[int, Axes]:
+    def residual_sharding(self) -> tuple[int, Axes]:
         """Dimension of hidden states, their sequence or width, and those of `rows` over which only they are sharded."""
         of_tokens = dimension_axes(self.tokens, 1)
         sequence = tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in of_tokens)
@@ -64,14 +64,14 @@ class VocabSpecs:
         region, where the step reduces it."""
         return dimension_axes(self.tokens, 0)
 
-    def gather_sequence(self, x: Array) -> Array:
-        """All-gathers an array [B, S, H] that is sharded like hidden states along what `parts` names."""
-        dim, axes = self.parts
+    def gather_hidden(self, x: Array) -> Array:
+        """All-gathers an array [B, S, H] that is sharded like hidden states along what `residual_sharding` names."""
+        dim, axes = self.residual_sharding
         return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
     def sum_into_residual(self, x: Array) -> Array:
-        """Reduces an array [B, S, H] of partial sums over `rows`; a reduce-scatter along what `parts` names."""
-        dim, axes = self.parts
+        """Reduces an array [B, S, H] of partial sums over `rows`; reduce-scatters it along `residual_sharding`."""
+        dim, axes = self.residual_sharding
         all_reduced = tuple(axis for axis in self.rows if axis not in axes)
         x = lax.psum(x, all_reduced) if all_reduced else x
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
@@ -127,7 +127,7 @@ def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradien
 
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
         """Computes the gradient of this rank's rows, inside the map."""
-        gradient_BSH = specs.gather_sequence(gradient_BSH)
+        gradient_BSH = specs.gather_hidden(gradient_BSH)
         rows, width = table_VH.shape
         row, owned = local_rows(specs, tokens_BS, rows)
         row = jnp.where(owned, row, rows)  # one past the end: dropped by the scatter
@@ -255,8 +255,8 @@ def _cross_entropy_backward(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
         """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
-        hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
-        chunks = Chunks.of(hidden_BSH, options.chunk)
+        hidden_BSH = specs.gather_hidden(hidden_BSH)  # recomputed: only the sharded one is saved
+        chunks = TokenChunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)  # once, not per chunk
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
@@ -264,7 +264,7 @@ def _cross_entropy_backward(
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, gradient_C)
-            return add_gradients(sums, slope, hidden_CH, cast_VH)
+            return add_chunk(sums, slope, hidden_CH, cast_VH)
 
         # A scan's carry has one type from the first chunk on: zeros vary over all axes over which what is added does.
         like = (hidden_BSH, table_VH, labels_BS, gradient_BS)
@@ -304,7 +304,7 @@ def logit_gradient(
     return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
-def add_gradients(
+def add_chunk(
     sums: tuple[Array, Array | None], slope_CV: Array, hidden_CH: Array, table_VH: Array
 ) -> tuple[tuple[Array, Array | None], Array]:
     """Adds a chunk to the float32 gradients of table and bias, from the gradient [C, V] of its products with the table;
@@ -334,8 +334,8 @@ def summaries_of(
 
     Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks of `rows`.
     """
-    hidden_BSH = specs.gather_sequence(hidden_BSH)
-    chunks, table_VH = Chunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
+    hidden_BSH = specs.gather_hidden(hidden_BSH)
+    chunks, table_VH = TokenChunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         """Summarizes the logits of a chunk of tokens over this rank's rows."""

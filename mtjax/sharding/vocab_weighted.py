@@ -14,11 +14,11 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
-from mtjax.sharding.token_chunks import Chunks
+from mtjax.sharding.token_chunks import TokenChunks
 from mtjax.sharding.vocab import (
     LossOptions,
     VocabSpecs,
-    add_gradients,
+    add_chunk,
     local_logits,
     logit_gradient,
     sum_of_real,
@@ -39,7 +39,7 @@ def weighted_cross_entropy(
     Its arguments are those of that function; the table's rows and the sequences of `hidden` are not sharded.
     """
     specs = VocabSpecs.in_force()
-    assert not specs.parts[1]
+    assert not specs.residual_sharding[1]
     return _weighted(specs, options, hidden, table, bias, labels, weights)
 
 
@@ -73,7 +73,7 @@ def _weighted_forward(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, weights_BS: Array
     ) -> tuple[Array, Array, Array, Array | None]:
         """Computes weighted losses and gradients of this rank's tokens, inside the map."""
-        chunks, cast_VH = Chunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
+        chunks, cast_VH = TokenChunks.of(hidden_BSH, options.chunk), table_VH.astype(hidden_BSH.dtype)
 
         def chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, tuple[Array, Array]]:
             """Adds a chunk to the gradients of table and bias; returns its losses [C] and their gradient [C, H]."""
@@ -88,7 +88,7 @@ def _weighted_forward(
                 loss_C -= options.label_smoothing * total_C / options.vocab_size
             # While the chunk's logits are alive: in the backward pass only a factor is left to multiply by.
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, weights_C)
-            sums, of_hidden_CH = add_gradients(sums, slope, hidden_CH, cast_VH)
+            sums, of_hidden_CH = add_chunk(sums, slope, hidden_CH, cast_VH)
             return sums, (loss_C * weights_C, of_hidden_CH)
 
         like = (hidden_BSH, table_VH, labels_BS, weights_BS)

@@ -41,8 +41,9 @@ NO_REDUCTION = GradReduction((), NOT_SHARDED, (), 1)
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """The reduction of one step's gradients."""
+class StepReduction:
+    """Decides, for one step, which gradients are reduced inside the backward pass (`wrap`), and which after the last
+    microbatch (`finish`)."""
 
     records: Tree
     """The `ParamSpec` of each parameter."""
@@ -65,41 +66,40 @@ class Reduction:
           parameters: sharded as `storage_spec`, and varying over the axes over which the batch does.
         """
 
-        def one(record: ParamSpec, array: Array) -> Any:
+        def wrap_one(record: ParamSpec, array: Array) -> Any:
             """Wraps one parameter."""
             # ZeRO-3: gathered for each use, its gradient reduce-scattered.
             if record.gather_dtype is not None and not record.is_gathered_per_step:
                 return wrap_gathered_on_use(record, array)
-            is_kept = record.is_gathered_per_step and record.is_sharded_within_layers
-            if is_kept and self.num_microbatches == self.stages == 1:
+            can_keep = record.is_gathered_per_step and record.is_sharded_within_layers
+            if can_keep and self.num_microbatches == self.stages == 1:
                 # ZeRO-1 and 2, one microbatch: gathered once for both passes, overlapped with the layers before
                 # (`mtjax.sharding.prefetch`).
                 return wrap_gathered_on_use(record, array, keep_for_backward=True)
-            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches (`gather_for_step`). Without ZeRO: the
-            # parameter itself.
-            full = wrap_or_gather_for_step(record, array) if record.is_gathered_per_step else array
+            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches (`gather_for_step`).
+            parameter = wrap_or_gather_for_step(record, array) if record.is_gathered_per_step else array
             # Master weights in the compute type: outside stacks consumers read float32, as of float32 ones.
             dtype = None if record.is_stacked or record.dtype == "float32" else "float32"
-            shape, reduction, in_layer = array.shape, record.grad_reduction, record.layer_grad_reduction
+            shape, reduction, layer_reduction = array.shape, record.grad_reduction, record.layer_grad_reduction
             if not self.is_reduced_in_backward(record):
-                if not isinstance(full, ShardedParam) and full.dtype == jnp.float32:
-                    return full  # `finish` reduces its gradient
+                if not isinstance(parameter, ShardedParam) and parameter.dtype == jnp.float32:
+                    return parameter  # `finish` reduces its gradient
                 # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
                 shape = [n * reduction.num_shards if i == reduction.dim else n for i, n in enumerate(shape)]
-                reduction = in_layer = NO_REDUCTION
+                reduction = layer_reduction = NO_REDUCTION
             # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so the
             # function is differentiated by zeros of that shape, not by the parameter.
             zeros = zeros_like_reduced(shape, array, record, reduction)
-            return ReplicatedParam(full, zeros, spec(*record.layer_logical_axes), in_layer, dtype)
+            return ReplicatedParam(parameter, zeros, spec(*record.layer_logical_axes), layer_reduction, dtype)
 
-        return jax.tree.map(one, self.records, parameters)
+        return jax.tree.map(wrap_one, self.records, parameters)
 
     def is_reduced_in_backward(self, record: ParamSpec) -> bool:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
         # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
         if self.zero >= 2 and not record.is_read_every_tick:
-            return record.is_zero_sharded
+            return record.has_zero_dimension
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
         inside = inside and not record.grad_reduction.is_maximum
         return inside and self.num_microbatches == self.stages == 1 and bool(record.grad_reduction.axes)
@@ -114,7 +114,8 @@ class Reduction:
         Returns:
           The reduced gradients, sharded as `storage_spec`.
         """
-        # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
+        # Stacks sharded within layers are reduced layer by layer, all other gradients one by one. In the backward pass,
+        # all or none of a group of stacks: what is sharded within layers is reduced there alike.
         leaves, tree = jax.tree.flatten(gradients)
         leaf_records = jax.tree.leaves(self.records)
         stacks = [s for s in sharded_stacks(leaf_records) if not self.is_reduced_in_backward(leaf_records[s[0]])]
@@ -172,8 +173,8 @@ def wrap_gathered_on_use(record: ParamSpec, shard: Array, keep_for_backward: boo
         return _gather_stack(record, shard)
     # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
     dtypes = record.gather_dtype, record.gather_dtype if record.is_stacked else "float32"
-    how = record.layer_logical_axes, record.layer_grad_reduction, *dtypes, keep_for_backward
-    return _as_stored(record, ShardedParam(shard, *how))
+    names, reduction = record.layer_logical_axes, record.layer_grad_reduction
+    return _as_stored(record, ShardedParam(shard, names, reduction, *dtypes, keep_for_backward))
 
 
 def _as_stored(record: ParamSpec, parameter: ShardedParam) -> ShardedParam:
@@ -210,11 +211,12 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
 
     Args:
       records: of each parameter.
-      wrapped: parameters as `Reduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
+      wrapped: parameters as `StepReduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
 
     Returns:
-      The same tree; each `ShardedParam` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
-      layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
+      The same tree; where a parameter was a `ShardedParam` of ZeRO-1 or 2, alone or inside a `ReplicatedParam`, it is
+      the gathered array in `gather_dtype`, or a `QuantizedWeight` of it. Those that the loop over layers gathers
+      (`keep_for_backward`), and ZeRO-3's, stay wrapped.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
     leaf_records = jax.tree.leaves(records)
@@ -249,29 +251,30 @@ def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
     """All-gathers stacked parameters in their `gather_dtype`, one layer after the other; they are sharded within
     layers, [layers, ...] each, and all have the same number of layers."""
 
-    def layer(number: ArrayLike) -> list[Array]:
+    def gather_one(index: ArrayLike) -> list[Array]:
         with jax.named_scope("parameters"):
-            return [gather_layer(index_layer(stack, number)) for stack in stacks]
+            return [gather_layer(index_layer(stack, index)) for stack in stacks]
 
-    return _layer_by_layer(layer, len(stacks[0].shard))
+    return _layer_by_layer(gather_one, len(stacks[0].shard))
 
 
 def gather_upfront(layers: Tree) -> Tree:
     """Gathers a stack's parameters with `keep_for_backward`, [layers, ...] each, for a loop without prefetch."""
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    kept = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward}
-    if kept:
-        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in kept.values()])
-        for (i, leaf), array in zip(kept.items(), arrays, strict=True):
+    once = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward}
+    if once:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in once.values()])
+        for (i, leaf), array in zip(once.items(), arrays, strict=True):
             leaves[i] = leaf.with_gathered(array)
     return jax.tree.unflatten(tree, leaves)
 
 
-def gather_layer(like: ShardedParam) -> Array:
-    """All-gathers one layer's parameter, in row-major memory layout; `like` has no leading `layers`."""
+def gather_layer(parameter: ShardedParam) -> Array:
+    """All-gathers one layer's parameter, which has no leading `layers`, in row-major memory layout."""
     # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
     # with explicit axes makes the partitioner gather it, so all are manual.
-    return fully_manual(lambda a: row_major(all_gather_manual(like, a)), spec(*like.names))(like.sent)
+    gather = fully_manual(lambda a: row_major(all_gather_manual(parameter, a)), spec(*parameter.names))
+    return gather(parameter.gather_input)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:

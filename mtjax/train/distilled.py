@@ -19,7 +19,7 @@ from mtjax.families.gpt.distilled import DistilledTrunkPipeline
 from mtjax.layout.layouts import Layout
 from mtjax.models.sharded_model import GlobalBatch
 from mtjax.models.teacher import HARD, SOFT, TEACHER, TEACHER_TABLE
-from mtjax.sharding.param_specs import of_dimensions, param_specs, partition_specs, shardings, with_sharding
+from mtjax.sharding.param_specs import first_dimensions, param_specs, partition_specs, shardings, with_sharding
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
@@ -59,7 +59,7 @@ class Distilled(TrainStep):
             outputs, kind = (model.sequence_length, table.shape[1]), table.dtype
         batch = self.abstract_batch(global_batch_size)
         array = jax.ShapeDtypeStruct((batch["sample_index"].shape[0], *outputs), kind)
-        sharding = of_dimensions(self.batch_sharding, array.ndim)
+        sharding = first_dimensions(self.batch_sharding, array.ndim)
         tables = with_sharding(self._tables, self._table_shardings)
         return {**batch, TEACHER: with_sharding(array, sharding), **tables}
 
@@ -76,14 +76,14 @@ class Distilled(TrainStep):
 
         With experts their sum is "loss", which is without the routers' losses.
         """
-        loss, parts, gradients = super().gradients(parameters, batch, key, scale)
+        loss, losses, gradients = super().gradients(parameters, batch, key, scale)
         share = self.config.finetuning.teacher_weight
         shares = {HARD: 1 - share, SOFT: share}
         # What routers report has the weights of their settings.
-        routed = {name: value for name, value in parts.items() if name not in shares}
-        of_tokens = {"loss": parts[HARD] + parts[SOFT]} if routed else {}
+        routed = {name: value for name, value in losses.items() if name not in shares}
+        of_tokens = {"loss": losses[HARD] + losses[SOFT]} if routed else {}
         # A share of 0 has no loss to report.
-        unweighted = {name: parts[name] / share for name, share in shares.items() if share}
+        unweighted = {name: losses[name] / share for name, share in shares.items() if share}
         return loss, {**of_tokens, **unweighted, **routed}, gradients
 
     def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
@@ -91,9 +91,9 @@ class Distilled(TrainStep):
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)
         if not self._tables:
-            return LossInputs(self.trunk_losses(options), self.step_region, parameters, batch)
+            return LossInputs(self.loss_function(options), self.step_region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
         batch = {name: array for name, array in batch.items() if name not in tables}
-        model = DistilledTrunkPipeline(self.model, options, self.sections)
+        loss_function = DistilledTrunkPipeline(self.model, options, self.sections)
         # Among the parameters, so that ZeRO gathers it and stages have it; no gradient is asked for.
-        return LossInputs(model, self._region, {**parameters, TEACHER: tables}, batch)
+        return LossInputs(loss_function, self._region, {**parameters, TEACHER: tables}, batch)

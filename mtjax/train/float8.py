@@ -42,7 +42,7 @@ class Float8Step(TrainStep):
       UserError: the mesh's devices have no 8-bit products, or the mesh does not divide the model or its batch.
     """
 
-    reduction_type = Float8Reduction
+    step_reduction_type = Float8Reduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
@@ -98,11 +98,11 @@ class Float8Step(TrainStep):
         return _quantize_weights(self.records, parameters, training.compute_dtype)
 
     def apply_gradients(
-        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, losses: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`; then updates scales, unless the step is skipped."""
         weights, counts = split(gradients)
-        after, metrics = super().apply_gradients(state, batch, loss, parts, weights)
+        after, metrics = super().apply_gradients(state, batch, loss, losses, weights)
         if not counts:
             return after, metrics
         is_update = self.is_update(state)

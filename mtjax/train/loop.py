@@ -62,7 +62,7 @@ from mtjax.train.step import TrainStep
 
 @dataclass
 class Run:
-    """State that the functions below share."""
+    """What the functions below share: services of this run, and its data."""
 
     config: Config
     objective: Objective
@@ -141,7 +141,7 @@ def train(
 
 
 def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions, objective: Objective) -> bool:
-    """Runs `train` after the processes of the run have connected."""
+    """Runs a training from its first to its last step, once its processes are connected; see `train`."""
     times, allowed = this_start.times, parse_allowed(this_start.options.allow_changed)
     # --- Devices, data, and the model, which is abstract until the state is restored or initialized
     times.begin(start_timer.DEVICES)
@@ -238,7 +238,7 @@ def open_logs(
 def run_steps(run: Run, restored: Restored) -> tuple[State, str | None]:
     """Trains until the last step or a signal; returns the last state, which has been saved, and the signal's name.
 
-    The host runs ahead of the devices: it waits for them only to log, save or validate.
+    The host runs ahead of the devices: it waits for them to log, save, validate or check, not in every step.
     """
     training, output = run.config.training, run.config.output
     add_teacher_targets = run.objective.teacher_targets(run.program)
@@ -247,10 +247,10 @@ def run_steps(run: Run, restored: Restored) -> tuple[State, str | None]:
     clock = StepClock(restored.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
     profile = Profile(named_steps(run.this_start.options.profile, run.program), folder, say)
     results, with_first_scales = None, FirstScales(run.program, say, clock)
-    stopped_before = run.best is not None and run.best.validation.is_over
+    last_step = restored.step if run.best is not None and run.best.validation.is_over else training.steps
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
-        for step in range(restored.step + 1, restored.step + 1 if stopped_before else training.steps + 1):
+        for step in range(restored.step + 1, last_step + 1):
             size = run.environment.batch_schedule.batch_size(consumed)
             with times.waiting(results):
                 batch = next_batch(run.program, batches, size)

@@ -106,7 +106,7 @@ class OffloadedStep(TrainStep):
         return self.with_optimized(tree, jax.tree.map(function, self.optimized(tree)))
 
     def updated(
-        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, applies: Array
+        self, state: State, gradients: Tree, losses: dict[str, Array], norm: Array, applies: Array
     ) -> tuple[Tree, Tree]:
         """See `TrainStep.updated`."""
         trainable = self.optimized(state.parameters)

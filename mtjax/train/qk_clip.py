@@ -71,29 +71,29 @@ class QKClipStep(TrainStep):
         self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Any], Tree]:
         """See `TrainStep.gradients`; the largest scores are among the losses by name."""
-        loss, parts, gradients = super().gradients(parameters, batch, key, scale)
+        loss, losses, gradients = super().gradients(parameters, batch, key, scale)
         largest = only_observers(gradients)
         if scale is not None:  # a power of two, by which all gradients were divided; scores are not scaled
             largest = jax.tree.map(lambda scores: scores * scale, largest)
         # Among the losses, with which `apply_gradients` receives them.
-        return loss, {**parts, LARGEST_SCORES: largest}, without_observers(gradients)
+        return loss, {**losses, LARGEST_SCORES: largest}, without_observers(gradients)
 
     def apply_gradients(
-        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Any], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, losses: dict[str, Any], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`."""
         # The scores of all heads are not logged: their largest is.
-        after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
+        after, metrics = super().apply_gradients(state, batch, loss, losses, gradients)
         every = jax.tree.leaves(metrics.pop(LARGEST_SCORES))
         return after, {**metrics, METRIC: jnp.stack([jnp.max(scores) for scores in every]).max()}
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
+    def rescaled(self, updated: Tree, losses: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`."""
         # After the update, so that the next step reads weights whose scores are bounded.
-        updated = super().rescaled(updated, parts, state)
+        updated = super().rescaled(updated, losses, state)
         with jax.named_scope("qk_clip"):
             options = self.config.optimizer
-            return clipped(self.config.model, options.qk_clip, options.qk_clip_alpha, updated, parts[LARGEST_SCORES])
+            return clipped(self.config.model, options.qk_clip, options.qk_clip_alpha, updated, losses[LARGEST_SCORES])
 
 
 def clipped(model: Model, threshold: float, alpha: float, weights: Tree, largest: Tree) -> Tree:

@@ -16,23 +16,24 @@ from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.stages import layer_numbers
-from mtjax.models.language_model import TrunkLosses
+from mtjax.models.language_model import TrunkLossFunction
 from mtjax.models.sharded_model import GlobalBatch, ShardedModel
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import ManualRegion, distributed_gradients, total_loss
 from mtjax.sharding.param_specs import partition_specs, replicated, shardings, trained, with_sharding
-from mtjax.sharding.zero import Reduction
+from mtjax.sharding.zero import StepReduction
 from mtjax.train.optimizer import ALL_FINITE, make_learning_rate, make_optimizer, norm_and_first_bad
 
 Tree = Any
 
 
 class LossInputs(NamedTuple):
-    """The differentiated function and its inputs, as `distributed_gradients` takes them."""
+    """What a step differentiates, and where: the loss function, its region, the parameters, and the batch that it
+    reads."""
 
-    model: TrunkLosses
+    loss_function: TrunkLossFunction
     region: ManualRegion
     parameters: Tree
     batch: GlobalBatch
@@ -43,15 +44,15 @@ class TrainStep(ShardedModel):
 
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
     optimizer changes. `make_train_step` extends it for settings (`mtjax.train.kinds`): by subclasses with another
-    `reduction_type` or `step_region`, or whose methods change what is drawn (`build`, `draw_float32`), differentiated
-    (`training_point`, `loss_inputs`, `loss_weights`), scaled (`initial_loss_scale`) or updated (`optimized`,
-    `with_optimized`, `is_update`, `updated`, `rescaled`).
+    `step_reduction_type` or `step_region`, or whose methods change what is drawn (`build`, `draw_float32`),
+    differentiated (`training_point`, `loss_inputs`, `loss_weights`), scaled (`initial_loss_scale`) or updated
+    (`optimized`, `with_optimized`, `is_update`, `updated`, `rescaled`).
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
 
-    reduction_type: ClassVar[type[Reduction]] = Reduction
+    step_reduction_type: ClassVar[type[StepReduction]] = StepReduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         if config.training.recompute_offload:
@@ -156,7 +157,8 @@ class TrainStep(ShardedModel):
         return None
 
     def _step(self, state: State, batch: GlobalBatch) -> tuple[State, dict[str, Array]]:
-        return self.apply_gradients(state, batch, *self.gradients(*self.gradient_inputs(state, batch)))
+        loss, losses, gradients = self.gradients(*self.gradient_inputs(state, batch))
+        return self.apply_gradients(state, batch, loss, losses, gradients)
 
     def gradient_inputs(self, state: State, batch: GlobalBatch) -> tuple[Tree, GlobalBatch, Array, Array | None]:
         """Returns the arguments of `gradients` in a step."""
@@ -176,22 +178,22 @@ class TrainStep(ShardedModel):
         return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
-        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, losses: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
         with jax.named_scope("optimizer"):
             how = (self.trainable_records, self.layer_numbers, bool(self.config.training.unroll_layers))
             norm, bad = norm_and_first_bad(loss, gradients, *how)
             finite = bad == ALL_FINITE
-            updated, optimizer = self.updated(state, gradients, parts, norm, finite & self.is_update(state))
+            updated, optimizer = self.updated(state, gradients, losses, norm, finite & self.is_update(state))
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
                 "learning_rate": jnp.asarray(self.learning_rate(optimizer_step_count(state.optimizer)), jnp.float32),
-                "tokens": self.family.num_tokens(batch),
+                "tokens": self.model_class.num_tokens(batch),
                 "skipped": 1.0 - finite.astype(jnp.float32),
                 "first_bad": bad,
-                **parts,
+                **losses,
             }
         parameters = self.with_optimized(state.parameters, updated)
         return State(state.step + 1, state.random, parameters, optimizer, state.loss_scale), metrics
@@ -202,27 +204,27 @@ class TrainStep(ShardedModel):
         return True
 
     def updated(
-        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, applies: Array
+        self, state: State, gradients: Tree, losses: dict[str, Array], norm: Array, applies: Array
     ) -> tuple[Tree, Tree]:
         """Traces the optimizer; returns the trained parameters and its state, as they were unless the update applies.
 
         Args:
           state: before the step.
           gradients: of the trained parameters.
-          parts: losses by name, and the load of experts.
+          losses: each by name, with counters, such as the load of experts.
           norm: of all gradients.
           applies: whether the update is applied.
         """
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
-        updated = self.rescaled(optax.apply_updates(masters, updates), parts, state)
+        updated = self.rescaled(optax.apply_updates(masters, updates), losses, state)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
         return jax.tree.map(partial(jnp.where, applies), (updated, optimizer), (trainable, state.optimizer))
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
-        """Changes trained parameters, float32, after their update; `parts` are those of `gradients`."""
-        del parts, state
+    def rescaled(self, updated: Tree, losses: dict[str, Any], state: State) -> Tree:
+        """Changes trained parameters, float32, after their update; `losses` are those of `gradients`."""
+        del losses, state
         return updated
 
     def gradients(
@@ -234,8 +236,8 @@ class TrainStep(ShardedModel):
         out of the results.
 
         Returns:
-          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
-          name if there are several, with the load of each layer's experts; and the gradients.
+          The sum of all losses, float32 []; each loss by name if there are several, with counters, such as the load of
+          each layer's experts; and the gradients, float32, sharded as `storage_spec`. Losses are means over the batch.
         """
         weights = self.loss_weights(batch)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
@@ -243,28 +245,29 @@ class TrainStep(ShardedModel):
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.mesh_shape, len(batch["sample_index"]))
-        model, region, parameters, batch = self.loss_inputs(parameters, batch)
+        loss_function, region, parameters, batch = self.loss_inputs(parameters, batch)
         inputs = region.shard_batch((batch, weights, keys))
-        records = trained(region.records, region.records)
-        reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
+        step_reduction = self.step_reduction_type(region.trained_records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
-            gradients_of = distributed_gradients(model, inputs, region, self.microbatch_schedule(count), reduction)
-            parts, gradients = gradients_of(parameters, inputs)
-        loss = total_loss(parts)
-        parts = parts if len(parts) > 1 else {}
+            gradients_of = distributed_gradients(
+                loss_function, inputs, region, self.microbatch_schedule(count), step_reduction
+            )
+            losses, gradients = gradients_of(parameters, inputs)
+        loss = total_loss(losses)
+        losses = losses if len(losses) > 1 else {}
         if scale is not None:
-            loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
-        return loss, parts, gradients
+            loss, losses, gradients = jax.tree.map(lambda value: value / scale, (loss, losses, gradients))
+        return loss, losses, gradients
 
     def loss_weights(self, batch: GlobalBatch) -> dict[str, Array]:
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
-        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.model_class.loss_weights(batch).items()}
 
     def loss_inputs(self, parameters: Tree, batch: GlobalBatch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
-        return LossInputs(self.trunk_losses(self.loss_options), self.step_region, parameters, batch)
+        return LossInputs(self.loss_function(self.loss_options), self.step_region, parameters, batch)
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:

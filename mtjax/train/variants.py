@@ -31,10 +31,10 @@ class Float16Step(TrainStep):
         return initial(self.config.training)
 
     def apply_gradients(
-        self, state: State, batch: GlobalBatch, loss: Array, parts: dict[str, Array], gradients: Tree
+        self, state: State, batch: GlobalBatch, loss: Array, losses: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """See `TrainStep.apply_gradients`; then updates the scale."""
-        after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
+        after, metrics = super().apply_gradients(state, batch, loss, losses, gradients)
         with jax.named_scope("optimizer"):
             scale = update(state.loss_scale, metrics["first_bad"] == ALL_FINITE, self.config.training)
         # The scale of this step, not of the next: `skipped_steps` judges an overflow by it.
@@ -44,9 +44,9 @@ class Float16Step(TrainStep):
 class NarrowMastersStep(TrainStep):
     """A train step whose master weights have fewer bits than float32."""
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
+    def rescaled(self, updated: Tree, losses: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`; rounds the parameters stochastically."""
-        updated = super().rescaled(updated, parts, state)
+        updated = super().rescaled(updated, losses, state)
         # By the number of updates, not of steps: skipped steps do not change what later ones draw.
         step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
         return round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
@@ -64,8 +64,8 @@ class PredictingStep(TrainStep):
         self, parameters: Tree, batch: GlobalBatch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
         """See `TrainStep.gradients`; losses of predictions have no coefficient."""
-        loss, parts, gradients = super().gradients(parameters, batch, key, scale)
-        return loss, with_predictions(self.config.model, parts), gradients
+        loss, losses, gradients = super().gradients(parameters, batch, key, scale)
+        return loss, with_predictions(self.config.model, losses), gradients
 
 
 class RoutedStep(TrainStep):
@@ -79,13 +79,13 @@ class RoutedStep(TrainStep):
         """See `TrainStep.loss_inputs`; the batch has the number of text tokens that routers count."""
         return super().loss_inputs(parameters, with_text_lengths(self.config.model, batch))
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
+    def rescaled(self, updated: Tree, losses: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`; updates the routers' biases."""
-        updated, model = super().rescaled(updated, parts, state), self.config.model
+        updated, model = super().rescaled(updated, losses, state), self.config.model
         if not model.router_bias or model.lora_rank:  # which freezes routers
             return updated
         rate = model.router_bias_update_rate
-        return update_router_bias(self.trainable_records, updated, parts[LOAD], rate, self.layer_orders)
+        return update_router_bias(self.trainable_records, updated, losses[LOAD], rate, self.layer_orders)
 
 
 class OtherOptimizerStep(TrainStep):

@@ -14,7 +14,7 @@ from mtjax.convert.saved_model import SavedModel
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import find_weights
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 

@@ -8,7 +8,7 @@ from mtjax.errors import UserError
 from mtjax.evaluate.rows import ScoredRow
 from mtjax.evaluate.score import Scorer
 from mtjax.sharding.axes import use_rules
-from tests.tiny import VOCAB, initial_state, model_logits, program_of
+from tests.tiny import VOCAB, final_hidden, initial_state, model_logits, program_of
 
 RANDOM = np.random.default_rng(0)
 ROWS = [
@@ -27,7 +27,7 @@ def log_softmax(rows: list[ScoredRow]) -> np.ndarray:
     def logits(parameters, tokens):
         with use_rules(program.layout.rules):
             model = program.model(parameters)
-            return model_logits(model, model(tokens))
+            return model_logits(model, final_hidden(model, tokens))
 
     placed = jax.device_put(tokens, program.batch_sharding)
     parameters = initial_state(program).parameters

@@ -11,9 +11,9 @@ from mtjax.config.families import family_of
 from mtjax.convert.model_types.family import ModelType
 from mtjax.data.samples.family import FamilySamples, samples_of
 from mtjax.families.registry import FAMILIES, load_part
-from mtjax.models.language_model import LanguageModel, TrunkWithLosses
+from mtjax.models.language_model import LanguageModel, TrunkWithHead
 
-METHODS = {name for protocol in (LanguageModel, TrunkWithLosses) for name in vars(protocol) if not name.startswith("_")}
+METHODS = {name for protocol in (LanguageModel, TrunkWithHead) for name in vars(protocol) if not name.startswith("_")}
 LIGHT = """
 import sys
 from mtjax.analysis.anatomy import anatomy_of

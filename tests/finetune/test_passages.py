@@ -102,7 +102,7 @@ def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
             return model_logits(model, model.final_hidden(run_sections(model, batch, None)[0].x))
 
     sample, at = rows[0], 0
-    names = reader.family.batch_arrays(reader.config)
+    names = reader.model_class.batch_arrays(reader.config)
     assert {*names} == {*sample}
     together = placed.on_mesh(logits, parameters, {name: sample[name][None] for name in names})[0]
     for number in rows.packs[0]:

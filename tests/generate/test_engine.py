@@ -22,7 +22,17 @@ from mtjax.inspect.compiled import memory_of
 from mtjax.inspect.targets import find_target
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
-from tests.tiny import LATENT, VOCAB, drawn_parameters, initial_state, mesh_of, model_logits, program_of, tiny_config
+from tests.tiny import (
+    LATENT,
+    VOCAB,
+    drawn_parameters,
+    final_hidden,
+    initial_state,
+    mesh_of,
+    model_logits,
+    program_of,
+    tiny_config,
+)
 
 LLAMA = {
     "family": "llama",
@@ -126,7 +136,7 @@ def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     tokens = np.array([[*PROMPTS[1], *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_replicated_activations):
         model = placed.inference_model(drawn_parameters(placed))
-        logits = jax.jit(lambda tokens: model_logits(model, model(tokens)))(tokens)[0, :, :VOCAB]
+        logits = jax.jit(lambda tokens: model_logits(model, final_hidden(model, tokens)))(tokens)[0, :, :VOCAB]
     known = np.asarray(jax.nn.log_softmax(np.asarray(logits)))[
         np.arange(len(PROMPTS[1]) - 1, tokens.size - 1), tokens[0, len(PROMPTS[1]) :]
     ]

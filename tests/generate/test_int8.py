@@ -23,7 +23,8 @@ from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.kv_cache import CachePositions, KVCache
 from mtjax.models.quantized_cache import QuantizedKVCache
-from mtjax.sharding.axes import make_mesh, spec, use_rules
+from mtjax.sharding.axes import spec, use_rules
+from mtjax.sharding.device_mesh import make_mesh
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     HIDDEN,

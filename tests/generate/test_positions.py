@@ -12,7 +12,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
-from tests.tiny import VOCAB, drawn_parameters, mesh_of, model_logits, program_of, tiny_config
+from tests.tiny import VOCAB, drawn_parameters, final_hidden, mesh_of, model_logits, program_of, tiny_config
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "num_layers": 3, "sequence_length": 48, "init_std": 0.3}
 LONG = {"rope_short_factors": (1.0, 2.0), "rope_long_factors": (4.0, 4.0)}
@@ -55,7 +55,7 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
     def forward(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model_logits(model, model(jax.sharding.reshard(tokens, spec("batch", None))))
+            return model_logits(model, final_hidden(model, jax.sharding.reshard(tokens, spec("batch", None))))
 
     with jax.set_mesh(program.mesh):
         logits = jax.jit(forward)(whole, tokens)

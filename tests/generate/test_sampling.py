@@ -13,7 +13,7 @@ from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import OutputOptions
 from tests.tiny import mesh_of
 
-RULES = dataclasses.replace(TENSOR_RULES, batch=()).over(("data", "model"))
+RULES = dataclasses.replace(TENSOR_RULES, batch=()).restricted_to(("data", "model"))
 VOCAB, PADDED, WIDTH, DRAWS = 21, 32, 8, 20_000
 RANDOM = np.random.default_rng(0)
 HIDDEN = RANDOM.standard_normal(WIDTH).astype(np.float32)

@@ -20,7 +20,7 @@ from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of, tiny_config
 
-RULES = TENSOR_RULES.over(("data", "model")).with_replicated_activations
+RULES = TENSOR_RULES.restricted_to(("data", "model")).with_replicated_activations
 SOFTMAX: dict[str, Any] = {"num_experts": 6, "experts_top_k": 2, "expert_size": 20}
 DEEPSEEK: dict[str, Any] = {
     "num_experts": 8,

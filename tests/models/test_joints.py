@@ -18,7 +18,7 @@ from mtjax.layout.stacks import stacks_of
 from mtjax.models.language_model import run_sections
 from mtjax.models.layer import Stack, run_layer
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import LayerLoopSettings, loop_over_layers
+from mtjax.models.layer_loop import LayerLoopSettings, choose_loop
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.ops import Linear, draw_normal
 from mtjax.sharding.axes import spec, use_rules
@@ -127,7 +127,7 @@ def on_mesh(program: Any, function: Any) -> Any:
 def run_layers(
     layers: Any, numbers: Any, x: Any, context: LayerContext, loop_settings: LayerLoopSettings, states: Any = None
 ) -> Any:
-    return loop_over_layers(partial(run_layer, context), LayerInputs(layers, numbers, states), loop_settings)(x)
+    return choose_loop(partial(run_layer, context), LayerInputs(layers, numbers, states), loop_settings)(x)
 
 
 def cut(layers: Any, part: slice) -> Any:

@@ -25,7 +25,7 @@ def test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all():
     keys = jax.random.split(jax.random.key(1), 4)
 
     def read(x: jax.Array, keys: jax.Array | None, site: int) -> tuple[jax.Array, ...]:
-        with use_rules(TENSOR.rules.over(("data", "model"))):
+        with use_rules(TENSOR.rules.restricted_to(("data", "model"))):
             return gather_sequence_shared(x, LoraConfig(4, 2.0, RATE), LayerContext(keys), site)
 
     with jax.set_mesh(mesh_of("1x1")):

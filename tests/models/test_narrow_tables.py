@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from mtjax.sharding.axes import use_rules
-from tests.tiny import batch_of, initial_state, model_logits, program_of
+from tests.tiny import batch_of, final_hidden, initial_state, model_logits, program_of
 
 EPSILON, TOLERANCE = 1e-5, 1e-5
 
@@ -56,7 +56,7 @@ def test_logits_are_numpys() -> None:
     def run(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model_logits(model, model(tokens))
+            return model_logits(model, final_hidden(model, tokens))
 
     with jax.set_mesh(program.mesh):
         found = np.asarray(jax.jit(run)(parameters, batch["tokens"]))

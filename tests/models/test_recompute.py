@@ -15,7 +15,7 @@ from mtjax.config import replace, validate
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
-from mtjax.models.layer_loop import LayerLoopSettings, loop_over_layers
+from mtjax.models.layer_loop import LayerLoopSettings, choose_loop
 from mtjax.models.recompute_methods import LAYER_INPUT
 from mtjax.sharding.param_comm import LayerInputs
 from tests.tiny import num_carried, program_of, run_steps, tiny_config
@@ -124,8 +124,8 @@ def test_block_recomputes_the_first_layers_alone():
         ({}, False, 1),
         ({}, True, 1),
         ({"unquantized": (1, 1)}, False, 3),
-        ({"num_layers": 2}, True, 1),
-        ({"method": "block"}, True, 1),
+        ({"recompute_num_layers": 2}, True, 1),
+        ({"recompute_method": "block"}, True, 1),
     ],
 )
 def test_offload_names_the_hidden_states_and_no_parameters(
@@ -133,13 +133,13 @@ def test_offload_names_the_hidden_states_and_no_parameters(
 ) -> None:
     """Loops that add up gradients carry all layers' parameters beside the hidden states."""
     x, weights = np.ones((3, 5), np.float32), np.ones((LAYERS, 5, 5), np.float32)
-    loop_settings = LayerLoopSettings("full", **settings, offload=True)
+    loop_settings = LayerLoopSettings("full", **settings, recompute_offload=True)
 
     def loss(x: Any, weights: Any) -> Any:
         layers = LayerInputs(weights, jax.numpy.arange(LAYERS))
         run = lambda x, inputs: (jax.numpy.tanh(x @ inputs.parameters), None)  # noqa: E731
         first = jax.numpy.int32(0) if is_part else None
-        return loop_over_layers(run, layers, loop_settings, first)(x)[0].sum()
+        return choose_loop(run, layers, loop_settings, first)(x)[0].sum()
 
     named = [
         eqn.outvars[0].aval.shape

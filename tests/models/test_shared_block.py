@@ -15,7 +15,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
 from tests.families.hybrid.test_model import SHARED, hybrid_config
 from tests.parity.compare import relative
-from tests.tiny import batch_of, mesh_of
+from tests.tiny import batch_of, final_hidden, mesh_of
 
 
 def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ def test_layers_with_shared_blocks_are_their_formulas() -> None:
     def embed(model: Any, tokens: Any) -> tuple[Any, Any]:
         batch = {"tokens": tokens}
         hidden = model.sections["shared_1"].embed(batch, None, None)
-        return hidden.x, model(tokens)
+        return hidden.x, final_hidden(model, tokens)
 
     def mamba(stack: str, index: int, model: Any, x: Any) -> Any:
         layer = jax.tree.map(lambda a: a[index], getattr(model, stack).layers)

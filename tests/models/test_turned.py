@@ -43,7 +43,7 @@ def test_a_product_in_8_bits_of_training_is_none_of_a_turned_matrix() -> None:
     def rule(*_: object) -> None:
         raise AssertionError("the rule of training was called")
 
-    with jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules.over(())):
+    with jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules.restricted_to(())):
         turned = TransposedWeight.of(jnp.asarray(matrix, jnp.float32), 1)
         found = project(jnp.asarray(x, jnp.float32), turned, None, ("mlp",), rule=rule)
     np.testing.assert_allclose(found, x @ matrix, rtol=1e-5, atol=1e-6)

@@ -10,8 +10,8 @@ from jax.sharding import reshard
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.kernels.xla import AttentionOptions, attend
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_CORE
 from mtjax.models.ops import dropout
+from mtjax.models.saved_names import ATTENTION_CORE
 from mtjax.models.unhoisted_sums import plus
 from mtjax.sharding.axes import spec, use_rules, where
 from tests.tiny import mesh_of

@@ -12,7 +12,7 @@ from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
-from tests.tiny import batch_of, host_batch, mesh_of, model_logits
+from tests.tiny import batch_of, final_hidden, host_batch, mesh_of, model_logits
 
 Named = Mapping[str, np.ndarray]
 """transformers' tensors, weights or gradients, under its names."""
@@ -114,7 +114,10 @@ def assert_next_token_parity(network: Any, config: Config, mesh: str, as_ours: A
     weights = as_ours(weights_of(network))
     entire = "context" not in mesh and mesh.count("x") < 2
     found = computed(
-        config, mesh, weights, lambda model, batch: model_logits(model, model(batch["tokens"])) if entire else 0
+        config,
+        mesh,
+        weights,
+        lambda model, batch: model_logits(model, final_hidden(model, batch["tokens"])) if entire else 0,
     )
     if entire:
         assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < tolerance

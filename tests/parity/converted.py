@@ -12,7 +12,7 @@ from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import relative
-from tests.tiny import mesh_of, model_logits
+from tests.tiny import final_hidden, mesh_of, model_logits
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
@@ -102,7 +102,7 @@ def our_logits(folder: Path, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarra
     def run(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model_logits(model, model(tokens))
+            return model_logits(model, final_hidden(model, tokens))
 
     with jax.set_mesh(program.mesh):
         placed = jax.device_put(tokens, program.batch_sharding)

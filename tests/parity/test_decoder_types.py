@@ -19,11 +19,12 @@ from mtjax.convert.stream import WeightSource
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh, use_rules
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.device_mesh import make_mesh
 from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES, Case
-from tests.tiny import model_logits
+from tests.tiny import final_hidden, model_logits
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip(
@@ -60,7 +61,7 @@ def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
 
 def our_logits(source: WeightSource, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of weights as they are read, computed in this type."""
-    return logits_of_source(source, tokens, lambda model, tokens: model(tokens), dtype)
+    return logits_of_source(source, tokens, final_hidden, dtype)
 
 
 def logits_of_source(

@@ -17,7 +17,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from tests.parity.decoder_types import CASES, Case
 from tests.parity.test_decoder_types import network_of
 

@@ -15,7 +15,8 @@ from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.language_model import run_sections
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh, use_rules
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.device_mesh import make_mesh
 from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES

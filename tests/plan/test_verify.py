@@ -17,7 +17,7 @@ from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.verify import Check, compare
 from mtjax.layout.mesh import MeshShape, parse_mesh
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from mtjax.train.step import make_train_step
 from tests.counted import rank_parameters
 from tests.inspect.steps import has_cudnn, theory_of

@@ -15,7 +15,7 @@ from mtjax.sharding.axes import use_rules
 from tests.convert.hf_folders import GPT2_CONFIG, VOCAB, gpt2_shapes, llama_tokenizer, random_tensors, write_folder
 from tests.serve.asking import ask
 from tests.serve.conftest import CONTEXT
-from tests.tiny import model_logits
+from tests.tiny import final_hidden, model_logits
 
 
 def put(live, **fields) -> dict:
@@ -76,7 +76,7 @@ def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
     def logits(parameters, tokens):
         with use_rules(placed.layout.rules):
             model = placed.inference_model(parameters)
-            return model_logits(model, model(tokens))
+            return model_logits(model, final_hidden(model, tokens))
 
     def of(ids: list[int]) -> np.ndarray:
         tokens = np.zeros((1, CONTEXT), np.int32)

@@ -18,8 +18,8 @@ from tests.tiny import batch_of, initial_state, mesh_of, program_of, step_gradie
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LONG = pytest.mark.long
-ALONE = "mtjax.models.layer_loop.can_prefetch"
-ALONE_IN_PATTERN = "mtjax.models.pattern_stacks.can_prefetch"
+ALONE = "mtjax.models.layer_loop.communicates"
+ALONE_IN_PATTERN = "mtjax.models.pattern_stacks.communicates"
 HYBRID: dict[str, Any] = {"family": "hybrid", "ssm_heads": 8, "ssm_head_dim": 4, "ssm_state": 6, "ssm_groups": 4}
 SHARED: dict[str, Any] = {"activation": "geglu_exact", "position": "rope", "block_rank": 3, "tie_embeddings": True}
 

@@ -9,7 +9,7 @@ from mtjax.errors import UserError
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime import devices
 from mtjax.runtime.devices import attach_devices
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 from tests.tiny import mesh_of
 
 

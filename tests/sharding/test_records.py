@@ -15,7 +15,7 @@ from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.gradients import Accumulate, ManualRegion, distributed_gradients
 from mtjax.sharding.param_comm import GradReduction
 from mtjax.sharding.param_specs import param_specs
-from mtjax.sharding.zero import Reduction
+from mtjax.sharding.zero import StepReduction
 from tests.tiny import Whole, mesh_of, program_of
 
 STAGED = dataclasses.replace(TENSOR_RULES, layers=("stage",))
@@ -111,7 +111,7 @@ def test_a_new_name_may_be_split_over_two_mesh_axes():
             out = jax.numpy.einsum("sh,bh->bs", parameters["table"], batch, out_sharding=spec("batch", "states"))
         return (out**2).sum()
 
-    region, reduction = ManualRegion(shape, rules, records), Reduction(records, zero=0, num_microbatches=2)
+    region, reduction = ManualRegion(shape, rules, records), StepReduction(records, zero=0, num_microbatches=2)
     with jax.set_mesh(mesh):
         batch = jax.device_put(x, NamedSharding(mesh, partition_spec(rules, ("batch",))))
         gradients_of = distributed_gradients(Whole(loss_sum), batch, region, Accumulate(2), reduction)

@@ -33,7 +33,7 @@ def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, st
     fits = [
         i
         for i, name in enumerate(names)
-        if shape[i] % ways == 0 and not TENSOR_RULES.axes(name) and (name != "layers" or zero == 1)
+        if shape[i] % ways == 0 and not TENSOR_RULES.mesh_axes(name) and (name != "layers" or zero == 1)
     ]
     if not zero or ways == 1 or not fits:
         assert dim == NOT_SHARDED

@@ -71,8 +71,8 @@ class Spoilt(SpoiltGradient):
     sample = 13
     value, places = 1.5e19, (0, [0, -1])
 
-    def trunk_losses(self, options):
-        return SpoiltCut(**vars(super().trunk_losses(options)), sample=self.sample)
+    def loss_function(self, options):
+        return SpoiltCut(**vars(super().loss_function(options)), sample=self.sample)
 
 
 @cache

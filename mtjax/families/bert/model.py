@@ -68,8 +68,8 @@ class Encoder(nnx.Module):
         self.embedding_norm = make_norm(model, dtype) if is_normed else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.rotary = Rotary(model) if model.position == "rope" else None
-        self.rate = model.hidden_dropout
-        self.method: Method = config.parallel.context_method
+        self.dropout_rate = model.hidden_dropout
+        self.context_method: Method = config.parallel.context_method
         self.dtype = dtype
 
     def __call__(
@@ -107,7 +107,7 @@ class Encoder(nnx.Module):
                 types = jnp.zeros_like(tokens) if types is None or has_one else types
                 x = x + _embed_types(self.token_types, types, self.dtype)
             return HiddenStates(
-                dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions)
+                dropout(self.embedding_norm(x), self.dropout_rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions)
             )
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
@@ -124,7 +124,7 @@ class Encoder(nnx.Module):
             rotation=rotation,
             is_causal=False,
             positions=positions,
-            context_method=self.method,
+            context_method=self.context_method,
         )
 
 

@@ -37,13 +37,13 @@ class DistilledTrunkPipeline(TrunkPipeline):
     tables: Batch = field(default_factory=dict)
 
     def with_frozen(self, frozen: Tree) -> Self:
-        """See `LossModel.with_frozen`."""
+        """See `LossFunction.with_frozen`."""
         # The teacher's table is not a parameter of the student: merged into its tree, it would have no place there.
         of_student = {name: below for name, below in frozen.items() if name != TEACHER}
         return replace(super().with_frozen(of_student), tables=frozen[TEACHER])
 
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
-        """See `LossModel.loss_sums`."""
+        """See `LossFunction.loss_sums`."""
         return super().loss_sums(parameters, self._with_tables(microbatch))
 
     def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:

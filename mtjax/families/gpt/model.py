@@ -1,7 +1,8 @@
-"""GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of the paper).
+"""GPT and Llama: a decoder with its head.
 
-Other settings choose rotary positions, other norms and activations, grouped-query attention, an untied output, and
-experts.
+By default GPT-2: learned positions, pre-LN layers, output projection tied to the embedding (section 4.2 of arXiv
+1909.08053). Settings choose rotary positions, other norms and activations, grouped-query attention, an untied output,
+and experts.
 """
 
 import dataclasses
@@ -31,7 +32,6 @@ from mtjax.models.language_model import (
     WithVocabulary,
     embed_tokens,
     position_table,
-    run_sections,
     vocabulary_table,
 )
 from mtjax.models.layer import Layer, Stack
@@ -57,9 +57,9 @@ class Decoder(nnx.Module):
         self.positions = position_table(model, model.sequence_length, position_key)
         self.rotary, self.query_scale = _rotary(model)
         loop_settings = LayerLoopSettings.of(config.training)
-        stack = partial(Stack, dtype=dtype, loop_settings=loop_settings, parallel=config.parallel)
+        make_stack = partial(Stack, dtype=dtype, loop_settings=loop_settings, parallel=config.parallel)
         self.dtype = dtype
-        self._draw_stacks(model, stack, stack_key)
+        self._draw_stacks(model, make_stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         # Post-LN layers normalize the residual stream themselves.
         self.final_norm = make_norm(model, dtype) if model.norm_placement != "post" else None
@@ -69,18 +69,18 @@ class Decoder(nnx.Module):
             from mtjax.models.table_width import table_projections
 
             self.project_in, self.project_out = table_projections(model, key)
-        self.rate, self.scale = model.hidden_dropout, model.embedding_scale
-        self.method: ContextMethod = config.parallel.context_method
+        self.dropout_rate, self.embedding_scale = model.hidden_dropout, model.embedding_scale
+        self.context_method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
+    def _draw_stacks(self, model: Model, make_stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
         stacks = stacks_of(model)
         for layer_stack in stacks:
             setattr(
                 self,
                 layer_stack.path,
-                stack(model, layer_stack=layer_stack, key=key, layer_type=self.layer_type(layer_stack.kind)),
+                make_stack(model, layer_stack=layer_stack, key=key, layer_type=self.layer_type(layer_stack.kind)),
             )
         self.paths = tuple(layer_stack.path for layer_stack in stacks)
         self.letters = "".join(layer_stack.letter for layer_stack in stacks)
@@ -90,24 +90,6 @@ class Decoder(nnx.Module):
         """Returns the class of the layers of a kind."""
         del kind
         return Layer
-
-    def __call__(
-        self,
-        tokens: Int[Array, "batch seq"],
-        position_ids: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        keys: Keys = None,
-    ) -> Float[Array, "batch act_seq embed"]:
-        """Computes the final hidden states, as the output table reads them.
-
-        Args:
-          tokens: ids.
-          position_ids: of each token in its document; 0, 1, ... when None.
-          segment_ids: when given, tokens attend within their segment only.
-          keys: one dropout key per sample; None turns dropout off.
-        """
-        batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
-        return self.final_hidden(run_sections(self, batch, keys)[0].x)
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Normalizes the hidden states after the last layer, and takes them to the width of the output table."""
@@ -140,10 +122,10 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             tokens = batch["tokens"]
             positions = local_positions(tokens.shape[1]) if positions is None else positions
-            ids, into = batch.get("position_ids"), self.project_in
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, ids, positions, self.scale, into)
+            ids, scale, project_in = batch.get("position_ids"), self.embedding_scale, self.project_in
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, ids, positions, scale, project_in)
             x = x if self.embedding_norm is None else self.embedding_norm(x)
-            return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
+            return HiddenStates(dropout(x, self.dropout_rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         """Collects segments, positions, rotation and padding of a batch for the layers."""
@@ -153,7 +135,7 @@ class Decoder(nnx.Module):
             keys,
             batch.get("segment_ids"),
             positions=positions,
-            context_method=self.method,
+            context_method=self.context_method,
             expert_dispatch=self.expert_dispatch,
         )
         if TEXT_LENGTH in batch:
@@ -210,12 +192,13 @@ class GPT(Decoder, WithVocabulary):
         return hidden.x, dataclasses.replace(self._context(batch, None, hidden), cache_positions=cache_positions)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the losses of each token, by name, [batch, seq]."""
+        """See `TrunkWithHead.losses`: a loss per token, [batch, seq], or its weighted sum, []."""
         # The final norm belongs to the head: with pipeline stages the last one computes it.
         return self.token_losses(self.final_hidden(trunk_output.x), batch, keys, options)
 
     def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of each next token, [batch, seq], from final hidden states."""
+        """Computes the cross-entropy of each next token, [batch, seq], from final hidden states; or if the batch has
+        `LOSS_WEIGHTS` their weighted sum, [], whose gradient is computed with it."""
         del keys
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
         table, bias, _ = self.output_head()

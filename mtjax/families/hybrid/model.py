@@ -19,9 +19,9 @@ from mtjax.models.shared_inputs import SharedInputs
 class Hybrid(GPT):
     """GPT's embedding and head, and a stack of layers for each letter of the pattern."""
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
+    def _draw_stacks(self, model: Model, make_stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers, and the shared blocks."""
-        super()._draw_stacks(model, stack, key)
+        super()._draw_stacks(model, make_stack, key)
         blocks = draw_blocks(model, num_blocks(model), self.dtype, key)
         self.blocks = tuple(blocks)
         for name, block in blocks.items():

@@ -22,7 +22,7 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
 from mtjax.models.named_parameters import draw_named
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import make_mesh
+from mtjax.sharding.device_mesh import make_mesh
 
 
 class RetroSource:

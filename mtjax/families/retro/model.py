@@ -39,7 +39,7 @@ class Retro(GPT):
         if not config.model.retro_final_norm:
             self.final_norm = None
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
+    def _draw_stacks(self, model: Model, make_stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers of each stack, whose attribute has the name of its parameters."""
         rate = model.retro_encoder_dropout
         encoder = dataclasses.replace(
@@ -51,7 +51,9 @@ class Retro(GPT):
         )
         for layer_stack in stacks_of(model):
             of, drawn_from = (encoder, encoder_key) if layer_stack.path.startswith(ENCODER) else (model, key)
-            setattr(self, layer_stack.path, stack(of, layer_stack=layer_stack, key=drawn_from, layer_type=RetroLayer))
+            setattr(
+                self, layer_stack.path, make_stack(of, layer_stack=layer_stack, key=drawn_from, layer_type=RetroLayer)
+            )
         self.letters = letters_of_retro(model)
 
     @property
@@ -75,7 +77,7 @@ class Retro(GPT):
             # A neighbour is a row of its own: positions begin at 0, and attention stays within it.
             rows = tokens.reshape(-1, tokens.shape[-1], out_sharding=spec("batch", None))
             read = embed_tokens(self.embedding, self.positions, rows, self.dtype)
-            read = dropout(read, self.rate, neighbour_keys(keys, len(rows)), EMBEDDING_SITE, RESIDUAL)
+            read = dropout(read, self.dropout_rate, neighbour_keys(keys, len(rows)), EMBEDDING_SITE, RESIDUAL)
             # XLA: with the barrier, all rows are sent before the first layer's; otherwise it may join these with the
             # neighbours', which are read later.
             x, read = jax.lax.optimization_barrier((hidden.x, read))

@@ -13,8 +13,8 @@ from mtjax.config import Model
 from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
 from mtjax.layout.stacks import ENCODER
 from mtjax.models.layer import Layer, Stack
-from mtjax.models.layer_context import LayerContext, Residual, State
-from mtjax.models.layer_loop import LoopOverLayers
+from mtjax.models.layer_context import LayerContext, MixerState, Residual
+from mtjax.models.layer_loop import RunStack
 from mtjax.models.mixers.chunked import keys_of_rows
 from mtjax.models.ops import Norm
 from mtjax.models.pattern_stacks import PatternLoop
@@ -43,8 +43,8 @@ class RetroLayer(Layer):
             del self.chunked_norm  # outside of the layer: the encoder reads its result, too
 
     def __call__(
-        self, x: Residual, context: LayerContext, states: Mapping[str, State] | None
-    ) -> tuple[Residual, dict[str, State] | None]:
+        self, x: Residual, context: LayerContext, states: Mapping[str, MixerState] | None
+    ) -> tuple[Residual, dict[str, MixerState] | None]:
         """Runs the mixers. Without neighbours in the context, chunked cross-attention is left out."""
         del states
         for name in self.mixers:
@@ -69,14 +69,14 @@ class RetroStacks:
     letters: str
     """Letter of each layer of the decoder; of the first layer with chunked cross-attention R."""
 
-    def over_layers(self, context: LayerContext, states: State = None) -> LoopOverLayers:
+    def over_layers(self, context: LayerContext, states: MixerState = None) -> RunStack:
         """See `Stack.over_layers`; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours,
         tokens, embed], or None."""
         # Retro generates without a KV cache.
         assert states is None
         return partial(self._run, context=context)
 
-    def _run(self, x: Residual, context: LayerContext) -> tuple[Residual, State]:
+    def _run(self, x: Residual, context: LayerContext) -> tuple[Residual, MixerState]:
         """Runs all layers."""
         neighbours, below = context.encoded, dataclasses.replace(context, encoded=None)
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
@@ -95,7 +95,7 @@ class RetroStacks:
             (encoded, carried), _ = encoding.run_all(encoder, done, (neighbours, carried))
             loop = dataclasses.replace(loop, context=dataclasses.replace(below, normed=normed, encoded=encoded))
         carry, _ = loop.run_all(f"R{behind}", done, (x, carried))
-        return seed_cotangents(loop.sums, *carry), None
+        return seed_cotangents(loop.accumulators, *carry), None
 
 
 def neighbour_keys(keys: Array | None, rows: int) -> Array | None:

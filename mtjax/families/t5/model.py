@@ -57,7 +57,7 @@ class T5Stack(nnx.Module):
             model, dtype, layer_stack=layer_stack, loop_settings=loop_settings, parallel=config.parallel, key=stack_key
         )
         self.final_norm = make_norm(model, dtype)
-        self.rate = model.hidden_dropout
+        self.dropout_rate = model.hidden_dropout
         self.is_causal = is_causal
 
     def context(self, length: int, keys: Keys) -> LayerContext:
@@ -75,7 +75,7 @@ class T5Stack(nnx.Module):
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Applies the final norm and dropout to the hidden states after the last layer."""
-        return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
+        return dropout(self.final_norm(x), self.dropout_rate, keys, FINAL_SITE, RESIDUAL)
 
 
 def table_std(model: Model) -> float:
@@ -106,7 +106,7 @@ class T5(WithVocabulary):
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
         self.output_options = OutputOptions(padded_vocab_size(model), **output_shape(model))
         self.hidden_scale = model.hidden_size**-0.5 if is_scaled else 1.0
-        self.rate = model.hidden_dropout
+        self.dropout_rate = model.hidden_dropout
         self.dtype = dtype
 
     def __call__(
@@ -190,7 +190,7 @@ class T5(WithVocabulary):
         """Embeds tokens [batch, seq] with the shared table: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, position_ids)
-            return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
+            return dropout(x, self.dropout_rate, keys, EMBEDDING_SITE, RESIDUAL)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each token of the decoder, [batch, seq]."""

@@ -18,7 +18,7 @@ from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.saved_names import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves
 from mtjax.sharding.axes import num_shards, spec, varying_like
 from mtjax.sharding.context.attention import context_attention
@@ -46,7 +46,7 @@ def attend_across(
     dropout = dropout_of(query, context, options)
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = (
-        XlaBlocks(scale, options.rate, length, options.softcap, options.alibi)
+        XlaBlocks(scale, options.dropout_rate, length, options.softcap, options.alibi)
         if kernel == "xla"
         else CudnnBlocks(scale)
     )
@@ -65,7 +65,7 @@ def dropout_of(
 ) -> DropoutState | None:
     """Returns what dropout's masks are computed from, with the keys and element indices of `xla.softmax_attention`, so
     that they are equal with every kernel and on every mesh; None without dropout."""
-    if not options.rate or context.dropout_keys is None:
+    if not options.dropout_rate or context.dropout_keys is None:
         return None
     # The site of probabilities is 0, as in `xla.softmax_attention`.
     keys = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)

@@ -12,7 +12,7 @@ from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.saved_names import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
 
 
@@ -28,7 +28,7 @@ def attend(
     It has no bias, dropout or cap: `mtjax.layout.attention_kernel` chooses it only for models without these.
     """
     assert context.is_causal and context.bias is None and options.alibi is None
-    assert options.rate == 0 and options.softcap is None
+    assert options.dropout_rate == 0 and options.softcap is None
     if context.positions is not None:
         return attend_across("cudnn", query, key, value, context, options)
     kernel, more = kernel_of(query, context.segment_ids, options)

@@ -14,7 +14,7 @@ from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.saved_names import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import flash_attention
 
@@ -32,7 +32,7 @@ def attend(
         return attend_across("xla", query, key, value, context, options)
     scale = options.scale_of(query.shape[-1])
     observes = options.largest_scores is not None
-    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate, observes)
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.dropout_rate, observes)
     # An array: with layers of several windows it is selected by the layer's number, and traced.
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()

@@ -26,7 +26,7 @@ from mtjax.models.kernels.blocks import dropout_of
 from mtjax.models.kernels.in_blocks import Inputs
 from mtjax.models.kernels.xla import AttentionOptions
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.models.saved_names import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
 from mtjax.sharding.flash import flash_attention, type_like
 
@@ -46,7 +46,7 @@ def attend(
     assert options.sinks is None and not options.adjusts_scores
     if query.shape[1] % PALLAS_BLOCK:  # other samples than the model's are trained on, as those of a task
         return in_blocks.attend(query, key, value, context, options)
-    kernel = Pallas(options.scale_of(query.shape[-1]), context.is_causal, options.rate)
+    kernel = Pallas(options.scale_of(query.shape[-1]), context.is_causal, options.dropout_rate)
     inputs = Inputs(context.segment_ids, None, None, dropout_of(query, context, options))
     return flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, inputs)
 

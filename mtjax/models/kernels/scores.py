@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.xla import AttentionOptions
-from mtjax.models.layer_loop import ATTENTION_CORE, ATTENTION_STATISTICS
+from mtjax.models.saved_names import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus, plus_difference
 from mtjax.sharding.axes import where
 

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.layer_loop import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.ops import dropout
+from mtjax.models.saved_names import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, where
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class AttentionOptions:
     """Settings of a layer's attention; by default, that of GPT-2 without dropout."""
 
-    rate: float = 0.0
+    dropout_rate: float = 0.0
     """Of the dropout on probabilities."""
     scale: float | None = None
     """Of the scores; head_dim^-0.5 when None."""
@@ -117,7 +117,7 @@ def softmax_attention(
 
         probabilities = named_softmax_with_sinks(scores, options.sinks)
     probabilities = dropout(
-        probabilities.astype(query.dtype), options.rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
+        probabilities.astype(query.dtype), options.dropout_rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
     )
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)

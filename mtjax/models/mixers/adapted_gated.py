@@ -4,7 +4,7 @@ import jax
 from jax import Array
 
 from mtjax.config import Model
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared
 from mtjax.models.mixers.adapted import QKV_SITE, AdaptedSelfAttention
 from mtjax.models.mixers.gated_attention import GatedSelfAttention
@@ -13,7 +13,7 @@ from mtjax.models.mixers.gated_attention import GatedSelfAttention
 class AdaptedGatedAttention(AdaptedSelfAttention, GatedSelfAttention):
     """Self-attention with a gate and adapters; that of the gate has the input of the others."""
 
-    def __call__(self, x: Array, context: LayerContext, state: State) -> tuple[Array, State]:
+    def __call__(self, x: Array, context: LayerContext, state: MixerState) -> tuple[Array, MixerState]:
         """See `GatedSelfAttention.__call__`."""
         return GatedSelfAttention.__call__(self, x, context, state)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Key
 
 from mtjax.config import Model
 from mtjax.models.kernels.xla import HEADS, softmax_attention
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.cross import PROBABILITIES_SITE, CrossAttention
 from mtjax.models.project import reshard_sequence
 from mtjax.sharding.axes import spec
@@ -23,8 +23,8 @@ class ChunkedCrossAttention(CrossAttention):
         self.chunk = model.retro_chunk
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends to the encoded neighbours of the context, [samples x chunks x neighbours, tokens, embed]."""
         assert context.encoded is not None
         query, ahead = self.query(reshard_sequence(x, "seq")), self.chunk - 1
@@ -51,8 +51,8 @@ class NeighbourCrossAttention(ChunkedCrossAttention):
     """Attention from each token of a neighbour to the chunk that asked for it."""
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends from neighbours, [samples x chunks x neighbours, tokens, embed], to the decoder's normalized hidden
         states in `context.normed`, [samples, tokens, embed]."""
         assert context.normed is not None

@@ -14,7 +14,7 @@ from mtjax.layout.weights import cross_products
 from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.transformer import attention_options
 from mtjax.models.ops import Linear
 from mtjax.models.project import reshard_sequence
@@ -42,8 +42,8 @@ class CrossAttention(nnx.Module):
         self.options = attention_options(model)
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends from each token to the encoder's tokens that are not padding, or to their cached keys and values.
 
         Args:

@@ -15,7 +15,7 @@ from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_heads
 from mtjax.layout.weights import delta_weights
 from mtjax.models.kernels.delta_rule import DeltaInputs, delta_passage, delta_scan, delta_step
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.recurrent import RecurrentMixer
 from mtjax.models.ops import constant
 from mtjax.sharding.axes import num_shards
@@ -44,8 +44,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm_scale = constant(1.0, sizes["norm_scale"])
 
     def recur(
-        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "b s u h p"], State]:
+        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "b s u h p"], MixerState]:
         """See `RecurrentMixer.recur`; before the rate is beta."""
         beta, rate = rates
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))

@@ -17,11 +17,11 @@ from mtjax.config.sizes import GATED, expert_capacity, expert_size
 from mtjax.layout.weights import Sizes, expert_biases, expert_products, router_weights, shared_gate
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.models.layer_context import RESIDUAL, LayerContext, State
-from mtjax.models.layer_loop import SAVED
+from mtjax.models.layer_context import RESIDUAL, LayerContext, MixerState
 from mtjax.models.mixers.transformer import MLP
 from mtjax.models.ops import constant, draw_normal
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
+from mtjax.models.saved_names import SAVED
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts.dispatch import ExpertCompute, apply_experts
@@ -225,8 +225,8 @@ class Experts(nnx.Module):
         return MLP
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Applies to each token; the returned state is the router's report.
 
         In generation there is no report, and no token is dropped.

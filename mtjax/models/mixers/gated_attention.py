@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.transformer import SelfAttention, self_attention_products
 from mtjax.models.ops import Linear
 from mtjax.models.project import gather_sequence
@@ -24,8 +24,8 @@ class GatedSelfAttention(SelfAttention):
         self.gate = Linear(*sizes, std=model.init_std, bias=bias, key=jax.random.fold_in(key, 3))
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """See `SelfAttention.__call__`."""
         gate, query, key, value = self.project_with_gate(x, context)
         mixed, state = self.mix(query, key, value, context, state)

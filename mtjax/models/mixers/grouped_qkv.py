@@ -9,11 +9,11 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.layer_loop import is_unrolled
 from mtjax.models.mixers.transformer import has_plain_queries_and_keys, self_attention_products
 from mtjax.models.ops import Linear
 from mtjax.models.project import ProductRule, project
 from mtjax.models.project_apart import computes_apart
+from mtjax.models.saved_names import is_unrolled
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 

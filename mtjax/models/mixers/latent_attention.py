@@ -34,7 +34,7 @@ from mtjax.layout.weights import ProductSizes, Sizes, latent_products
 from mtjax.models.kernels.cached import attend_latent
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.query_key import scaled_by_position
 from mtjax.models.mixers.transformer import attention_options, kernel_of, options_in_layer
 from mtjax.models.ops import Linear, constant, draw_normal
@@ -118,8 +118,8 @@ class LatentAttention(nnx.Module):
         self.attend = kernel_of(model.attention)
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
 
         Args:
@@ -173,7 +173,7 @@ class LatentAttention(nnx.Module):
         return AbsorbedUp(self.key_value_up.weight[...], self.model.qk_nope_head_dim)
 
     def _attend_cached(
-        self, query: Array, latent: Array, turned: Array, context: LayerContext, state: State
+        self, query: Array, latent: Array, turned: Array, context: LayerContext, state: MixerState
     ) -> tuple[Array, LatentCache]:
         """Attends to the cached latents, to which those of the new tokens are appended: `latent`, [batch, seq, latent],
         and `turned`, the part of their keys to rotate, [batch, seq, rope]."""

@@ -15,7 +15,7 @@ from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.weights import mamba_weights
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.recurrent import RecurrentMixer, merged
 from mtjax.models.ops import constant, scaled
 from mtjax.sharding.axes import num_shards, spec
@@ -44,8 +44,8 @@ class Mamba(RecurrentMixer):
             self.norm_scale = constant(1.0, sizes["norm_scale"])
 
     def recur(
-        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "b s u h p"], State]:
+        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "b s u h p"], MixerState]:
         """See `RecurrentMixer.recur`; the rate is dt."""
         rate = self.rate_of(*rates)
         rate = jnp.maximum(rate, self.model.ssm_rate_floor) if self.model.ssm_rate_floor else rate

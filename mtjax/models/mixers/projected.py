@@ -3,7 +3,7 @@
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.layer_context import LayerContext, State
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.mixers.transformer import SelfAttention
 from mtjax.models.project import gather_sequence
 
@@ -12,8 +12,8 @@ class ProjectedSelfAttention(SelfAttention):
     """Self-attention that computes query, key and value in `project_in`."""
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """See `SelfAttention.__call__`."""
         mixed, state = self.mix(*self.project_in(x, context), context, state)
         return self.project_out(mixed, context), state

@@ -21,10 +21,10 @@ from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.layout.weights import ProductSizes, Sizes, recurrent_inputs, recurrent_output
 from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
-from mtjax.models.layer_context import LayerContext, State
-from mtjax.models.layer_loop import ATTENTION_OUTPUT
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.ops import Linear, draw_normal
 from mtjax.models.project import project, reshard_sequence
+from mtjax.models.saved_names import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use
 
@@ -59,8 +59,8 @@ class RecurrentMixer(nnx.Module):
         self.output = Linear(*output, std=output_std, bias=False, sequence="act_seq", key=next(keys))
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Reads, for each token, what the tokens up to it, in its document, have left in the states of the heads.
 
         Args:
@@ -105,8 +105,8 @@ class RecurrentMixer(nnx.Module):
         return gate.reshape(*gate.shape[:-1], self.heads_of_group, self.model.ssm_head_dim), *parts
 
     def recur(
-        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "b s u h p"], State]:
+        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "b s u h p"], MixerState]:
         """Runs the convolution and the recurrence, in training or from a state; see `split` and `__call__`."""
         raise NotImplementedError
 

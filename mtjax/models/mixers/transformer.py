@@ -19,10 +19,10 @@ from mtjax.config import Model
 from mtjax.config.sizes import GATED, attention_biases, attention_windows, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.layout.weights import ProductSizes, attention_products, attention_sinks, mlp_products
 from mtjax.models.kernels.xla import AttentionOptions
-from mtjax.models.layer_context import LayerContext, State
-from mtjax.models.layer_loop import SAVED, is_unrolled
+from mtjax.models.layer_context import LayerContext, MixerState
 from mtjax.models.ops import Linear, activation_of, constant, draw_normal, scaled
 from mtjax.models.project import ProductRule, gather_sequence, project
+from mtjax.models.saved_names import SAVED, is_unrolled
 
 Attend = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -89,8 +89,8 @@ class SelfAttention(nnx.Module):
         self.attend = kernel_of(model.attention)
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
 
         `state` is None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended. Returns the output and the
@@ -102,8 +102,8 @@ class SelfAttention(nnx.Module):
         return self.project_out(mixed, context), state
 
     def mix(
-        self, query: Array, key: Array, value: Array, context: LayerContext, state: State
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], State]:
+        self, query: Array, key: Array, value: Array, context: LayerContext, state: MixerState
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], MixerState]:
         """Attends with products of the input; arguments and results otherwise as of `__call__`."""
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
@@ -213,9 +213,9 @@ class MLP(nnx.Module):
         self,
         x: Float[Array, "batch act_seq embed"],
         context: LayerContext,
-        state: State,
+        state: MixerState,
         factor: Float[Array, "batch seq 1"] | None = None,
-    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+    ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
         inner = self.project_up(x, context)
         if self.gate_scale != 1:

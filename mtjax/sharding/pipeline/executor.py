@@ -21,7 +21,7 @@ from jax import Array, lax
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
 from mtjax.sharding.axes import context_axes
-from mtjax.sharding.gradients import LossModel, Sums, add_gradients, in_microbatches, zeros_like_shards
+from mtjax.sharding.gradients import LossFunction, LossSums, add_microbatch, in_microbatches, zeros_like_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
@@ -35,7 +35,7 @@ from mtjax.sharding.pipeline.residuals import (
 from mtjax.sharding.pipeline.stage_transfer import packed, sum_from_owner
 from mtjax.sharding.pipeline.stage_work import StageWork, TickWork
 from mtjax.sharding.rank_values import cond_by_stage
-from mtjax.sharding.zero import Reduction, gather_for_step, wrap_for_inference
+from mtjax.sharding.zero import StepReduction, gather_for_step, wrap_for_inference
 
 Tree = Any
 
@@ -67,26 +67,30 @@ class PipelineSchedule:
             order=Order(is_needed=platform == "cpu"),
         )
 
-    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+    def gradients(
+        self, loss_function: LossFunction, parameters: Tree, batch: Tree, step_reduction: StepReduction
+    ) -> tuple[LossSums, Tree]:
         """See `Accumulate.gradients`."""
-        wrapped = self.prepare_parameters(reduction.records, reduction.wrap(parameters))
+        wrapped = self.prepare_parameters(step_reduction.records, step_reduction.wrap(parameters))
         microbatches = in_microbatches(batch, self.training.microbatches)
-        run = _Run(cast(PipelineModel, model), reduction.records, wrapped, microbatches, self.training, self.order)
+        run = _Run(
+            cast(PipelineModel, loss_function), step_reduction.records, wrapped, microbatches, self.training, self.order
+        )
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
         """See `Accumulate.prepare_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
         return gather_for_step(records, wrapped)
 
-    def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+    def losses(self, loss_function: LossFunction, parameters: Tree, batch: Tree, records: Tree) -> LossSums:
         """See `Accumulate.losses`."""
-        return self._evaluation_run(model, parameters, batch, records).losses()
+        return self._evaluation_run(loss_function, parameters, batch, records).losses()
 
-    def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+    def final_boundary(self, loss_function: LossFunction, parameters: Tree, batch: Tree, records: Tree) -> Tree:
         """Computes the hidden states behind the last layer."""
-        return self._evaluation_run(model, parameters, batch, records).output()
+        return self._evaluation_run(loss_function, parameters, batch, records).output()
 
-    def _evaluation_run(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
+    def _evaluation_run(self, loss_function: LossFunction, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
         """Divides a batch, arrays [samples, ...], into microbatches, and gathers parameters for them."""
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
@@ -94,7 +98,7 @@ class PipelineSchedule:
         count = samples // size if samples % size == 0 else 1
         wrapped = gather_for_step(records, wrap_for_inference(records, parameters))
         return _Run(
-            cast(PipelineModel, model),
+            cast(PipelineModel, loss_function),
             records,
             wrapped,
             in_microbatches(batch, count),
@@ -103,13 +107,13 @@ class PipelineSchedule:
         )
 
 
-def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
+def _add_losses(losses: LossSums, added: LossSums, counts: Array | bool = True) -> LossSums:
     """Adds the losses of a part of the model to those with the same names, if they count."""
     # A select, not a product with 0: what an idle half computes from zeros may be infinite or NaN.
     return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in added.items()}
 
 
-def _loss_cotangents(losses: Sums, counts: Array) -> Sums:
+def _loss_cotangents(losses: LossSums, counts: Array) -> LossSums:
     """Returns the derivatives of the total loss by a chunk's losses: 1, or 0 for counters and for idle halves."""
     # Losses are scalars; arrays are counters, such as the tokens of each expert, and have no gradient.
     return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in losses.items()}
@@ -126,9 +130,9 @@ class _Carry(NamedTuple):
     """By slot: each chunk's input; after the first section, the boundary from which it is computed."""
     residuals: Tree
     """By slot: what the `ResidualPolicy` saves."""
-    sums: Tree
+    accumulators: Tree
     """Gradient accumulators, float32."""
-    losses: Sums
+    losses: LossSums
 
 
 class _Run(StageWork):
@@ -136,11 +140,11 @@ class _Run(StageWork):
 
     # --- losses alone
 
-    def losses(self) -> Sums:
+    def losses(self) -> LossSums:
         """Computes the losses of all microbatches, forward only."""
         none = self._zero_losses()
 
-        def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
+        def tick(carry: tuple[Tree, LossSums], row: Array) -> tuple[tuple[Tree, LossSums], None]:
             """Receives a boundary, runs a chunk, adds the losses, and sends the boundary after the chunk."""
             (boundary, losses), work = carry, self._tick_work(row, carry)
             boundary, losses = self._forward_chunk(self._received(boundary, work), work, losses)
@@ -174,10 +178,10 @@ class _Run(StageWork):
         (_, out), _ = lax.scan(tick, (packed(self.boundary), empty), self._rows(self.table.forward))
         return jax.tree.map(joined, out, self.boundary)
 
-    def _forward_chunk(self, boundary: Tree, work: TickWork, losses: Sums) -> tuple[Tree, Sums]:
+    def _forward_chunk(self, boundary: Tree, work: TickWork, losses: LossSums) -> tuple[Tree, LossSums]:
         """Runs a chunk: the boundary after it, and losses with those of its layers."""
 
-        def of_section(section: int, boundary: Tree, losses: Sums) -> tuple[Tree, Sums]:
+        def of_section(section: int, boundary: Tree, losses: LossSums) -> tuple[Tree, LossSums]:
             start = self._chunk_input(section, boundary, work)
             boundary, added = self._run_chunk(section, self.order.after(self.shards, start), start, work)
             return boundary, _add_losses(losses, added, work.counts)
@@ -186,7 +190,7 @@ class _Run(StageWork):
 
     # --- losses and gradients
 
-    def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
+    def gradients(self, *, keeps_inputs: bool) -> tuple[LossSums, Tree]:
         """Computes losses and gradients of all microbatches.
 
         Args:
@@ -195,23 +199,23 @@ class _Run(StageWork):
         Returns:
           The losses, summed over microbatches, and float32 gradients, both of this rank's samples.
         """
-        sums = zeros_like_shards(self.shards)
+        accumulators = zeros_like_shards(self.shards)
         chunk_inputs = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.boundary)
         forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
         policy: ResidualPolicy = RecomputeChunk()
         if not keeps_inputs:
             # Traced once, for the shapes of residuals; the compiler removes this computation.
-            linearize = self._linearize(sums, self._tick_work(forward[0]), self.shards)
+            linearize = self._linearize(accumulators, self._tick_work(forward[0]), self.shards)
             policy = SaveResiduals.of(self.sections, self.table.slots, self.boundary, linearize)
         empty = packed(self.boundary), packed(self.boundary)
-        carry = _Carry(*empty, chunk_inputs, policy.empty(), sums, self._zero_losses())
+        carry = _Carry(*empty, chunk_inputs, policy.empty(), accumulators, self._zero_losses())
         # One loop for each phase, whose body has the halves of that phase alone: no tick runs a half in which all
         # stages idle.
         for phase in self.table.phases:
             rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
             carry, _ = lax.scan(partial(self._tick, policy, phase), carry, rows)
         # Nothing reads the last gradient, so nothing may be ordered after it: it would be computed for that alone.
-        return self.order.after((carry.losses, carry.sums), carry._replace(gradient=()))
+        return self.order.after((carry.losses, carry.accumulators), carry._replace(gradient=()))
 
     # `phase` is static: consecutive ticks with the same halves are one `lax.scan`. A schedule has a warm-up of forward
     # halves alone, a steady state with both, and a cool-down of backward halves alone.
@@ -221,11 +225,14 @@ class _Run(StageWork):
         """Runs a forward and a backward half."""
         if phase.backward:
             # Sent at the start of the tick, where the forward half overlaps the permute.
-            gradient = self.order.after(carry.gradient, carry.sums, carry.losses)
+            gradient = self.order.after(carry.gradient, carry.accumulators, carry.losses)
             carry = carry._replace(gradient=self._send(gradient, -1))
         if phase.forward:
             work = self._tick_work(rows[0], (carry.boundary, carry.gradient))
-            forward, received = partial(self._forward, policy, work, carry.sums), self._received(carry.boundary, work)
+            forward, received = (
+                partial(self._forward, policy, work, carry.accumulators),
+                self._received(carry.boundary, work),
+            )
             boundary, chunk_inputs, residuals = self._switch_section(
                 work, forward, received, carry.chunk_inputs, carry.residuals
             )
@@ -242,15 +249,17 @@ class _Run(StageWork):
             work = self._tick_work(rows[1], (carry.boundary, carry.gradient))
             backward = partial(self._backward, policy, work, carry.chunk_inputs, carry.residuals)
             received = self._received(carry.gradient, work)
-            gradient, sums, losses = self._switch_section(work, backward, received, carry.sums, carry.losses)
-            carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
+            gradient, accumulators, losses = self._switch_section(
+                work, backward, received, carry.accumulators, carry.losses
+            )
+            carry = carry._replace(gradient=packed(gradient), accumulators=accumulators, losses=losses)
         return carry, None
 
     def _forward(
         self,
         policy: ResidualPolicy,
         work: TickWork,
-        sums: Tree,
+        accumulators: Tree,
         section: int,
         boundary: Tree,
         chunk_inputs: Tree,
@@ -261,7 +270,7 @@ class _Run(StageWork):
         Args:
           policy: saves residuals.
           work: of this half.
-          sums: gradient accumulators; only their shapes matter here.
+          accumulators: of gradients; only their shapes matter here.
           section: of the chunk.
           boundary: received from the chunk before, [batch, seq, embed] arrays.
           chunk_inputs: by slot.
@@ -281,7 +290,7 @@ class _Run(StageWork):
             # with context parallelism: a collective-permute needs all devices, also those of other stages.
             chunk = lambda: self._run_chunk(section, shards, start, work)[0]  # noqa: E731
             return cond_by_stage(self._is_last_chunk(work), lambda: start, chunk), chunk_inputs, residuals
-        linearize = self._linearize(sums, work, shards)
+        linearize = self._linearize(accumulators, work, shards)
         (out, _), residuals = policy.put(section, residuals, work.slot, start, linearize)
         return out, chunk_inputs, residuals
 
@@ -293,9 +302,9 @@ class _Run(StageWork):
         residuals: Tree,
         section: int,
         gradient: Tree,
-        sums: Tree,
-        losses: Sums,
-    ) -> tuple[Tree, Tree, Sums]:
+        accumulators: Tree,
+        losses: LossSums,
+    ) -> tuple[Tree, Tree, LossSums]:
         """Runs the backward half of a chunk: head (last chunk only), layers, embedding (first chunk only).
 
         Args:
@@ -305,18 +314,18 @@ class _Run(StageWork):
           residuals: by slot.
           section: of the chunk.
           gradient: of the boundary after the chunk, [batch, seq, embed] arrays, received from the chunk after.
-          sums: gradient accumulators, float32, like `self.shards`.
+          accumulators: of gradients, float32, like `self.shards`.
           losses: of earlier microbatches.
 
         Returns:
-          The gradient of the boundary before the chunk, `sums` with the chunk's gradients, and `losses` with its own.
+          The gradient of the boundary before the chunk, and `accumulators` and `losses` with those of the chunk.
         """
         boundary = take_from_slot(chunk_inputs, work.slot)
         # Slots of the first section hold the embedded tokens.
         start = boundary if section == 0 else self._chunk_input(section, boundary, work)
         order = self.order
         shards = order.after(self.shards, start, gradient)
-        linearize = self._linearize(sums, work, shards)
+        linearize = self._linearize(accumulators, work, shards)
         (out, chunk_losses), vjp = policy.take(section, residuals, work.slot, start, linearize)
         losses = _add_losses(losses, chunk_losses, work.counts)
         # An idle half runs like any other, with a gradient of 0: it adds 0 to the accumulators.
@@ -326,38 +335,39 @@ class _Run(StageWork):
             head = partial(self._head_backward, out, work)
             unchanged = lambda *values: values  # noqa: E731
             is_last = order.when(self._is_last_chunk(work) & work.counts, out, chunk_losses, vjp)
-            gradient, sums, losses = cond_by_stage(is_last, head, unchanged, gradient, sums, losses)
-            vjp = order.after(vjp, gradient, sums, losses)
+            gradient, accumulators, losses = cond_by_stage(is_last, head, unchanged, gradient, accumulators, losses)
+            vjp = order.after(vjp, gradient, accumulators, losses)
         gradients, gradient = vjp((gradient, _loss_cotangents(chunk_losses, work.counts)))
-        # Gradients of the section's stacks come out with `sums` added (`_linearize`); those of other parameters that
-        # its layers read are added here.
-        sums = add_gradients(self.records, sums, gradients, self._is_of_section(section))
+        # Gradients of the section's stacks come out with `accumulators` added (`_linearize`); those of other parameters
+        # that its layers read are added here.
+        accumulators = add_microbatch(self.records, accumulators, gradients, self._is_of_section(section))
         embed = partial(self._embed_backward, section, boundary, work)
         # The gradient is not an argument of `when`: the branch waits for it anyway where it reads it, and for a frozen
         # embedding, whose branch does not read it, the gradient would be computed for nothing.
-        is_first = order.when(self._is_first_chunk(section, work) & work.counts, sums)
-        gradient, sums = cond_by_stage(is_first, embed, lambda *values: values, gradient, sums)
-        return gradient, sums, losses
+        is_first = order.when(self._is_first_chunk(section, work) & work.counts, accumulators)
+        gradient, accumulators = cond_by_stage(is_first, embed, lambda *values: values, gradient, accumulators)
+        return gradient, accumulators, losses
 
     def _head_backward(
-        self, boundary: Tree, work: TickWork, _: Tree, sums: Tree, losses: Sums
-    ) -> tuple[Tree, Tree, Sums]:
-        """Computes the head's losses of a boundary; returns its gradient, and `sums` and `losses` with the head's."""
+        self, boundary: Tree, work: TickWork, _: Tree, accumulators: Tree, losses: LossSums
+    ) -> tuple[Tree, Tree, LossSums]:
+        """Computes the head's losses of a boundary; returns its gradient, and `accumulators` and `losses` with those of
+        the head."""
         # The received gradient, the unnamed argument, means nothing on the last stage.
         head = lambda shards, boundary: self._head_losses(boundary, work, shards)  # noqa: E731
         head_losses, vjp = jax.vjp(head, self.shards, boundary)
         gradients, gradient = vjp(jax.tree.map(jnp.ones_like, head_losses))
-        return gradient, self._add_outside_stacks(sums, gradients), _add_losses(losses, head_losses)
+        return gradient, self._add_outside_stacks(accumulators, gradients), _add_losses(losses, head_losses)
 
     def _embed_backward(
-        self, section: int, boundary: Tree, work: TickWork, gradient: Tree, sums: Tree
+        self, section: int, boundary: Tree, work: TickWork, gradient: Tree, accumulators: Tree
     ) -> tuple[Tree, Tree]:
         """Differentiates a section's embedding by the gradient of its result; returns the gradient of `boundary`, which
-        is after the section before, and `sums` with the embedding's."""
+        is after the section before, and `accumulators` with the embedding's."""
         embed = lambda shards, boundary: self.model.embed(  # noqa: E731
             section, self._parameters(shards), boundary, work.batch
         )
         # Its forward pass runs again here, a lookup, instead of being saved by slot.
         _, vjp = jax.vjp(embed, self.shards, boundary)
         gradients, gradient = vjp(gradient)
-        return gradient, self._add_outside_stacks(sums, gradients)
+        return gradient, self._add_outside_stacks(accumulators, gradients)

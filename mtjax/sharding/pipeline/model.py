@@ -5,12 +5,12 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from mtjax.sharding.gradients import LossModel, Sums
+from mtjax.sharding.gradients import LossFunction, LossSums
 
 Tree = Any
 
 
-class PipelineModel(LossModel, Protocol):
+class PipelineModel(LossFunction, Protocol):
     """A model that pipeline stages can share: embedding, sections of layers, and head.
 
     Sections run one after the other, T5's encoder before its decoder. A *boundary* is what one stage sends to the next
@@ -32,7 +32,7 @@ class PipelineModel(LossModel, Protocol):
 
     def forward_layers(
         self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree, stage: Array, chunk: Array
-    ) -> tuple[Tree, Sums]:
+    ) -> tuple[Tree, LossSums]:
         """Runs the layers of one chunk.
 
         Args:
@@ -48,6 +48,6 @@ class PipelineModel(LossModel, Protocol):
         """
         ...
 
-    def head_losses(self, parameters: Tree, boundary: Tree, microbatch: Tree) -> Sums:
+    def head_losses(self, parameters: Tree, boundary: Tree, microbatch: Tree) -> LossSums:
         """Computes the losses of the head, from the boundary after the last section."""
         ...

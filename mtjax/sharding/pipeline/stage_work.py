@@ -14,7 +14,7 @@ from jax import Array, lax
 from mtjax.layout.rules import STAGE
 from mtjax.layout.timetable import Half, Timetable
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.gradients import AddsUp, Sums, with_accumulators
+from mtjax.sharding.gradients import AddsInBackward, LossSums, with_accumulators
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
@@ -71,56 +71,56 @@ class StageWork:
         return cond_by_stage(self._is_first_chunk(section, work), embed, lambda boundary: boundary, boundary)
 
     def _run_chunk(
-        self, section: int, shards: Tree, start: Tree, work: TickWork, sums: Tree = None
-    ) -> tuple[Tree, Sums]:
+        self, section: int, shards: Tree, start: Tree, work: TickWork, accumulators: Tree = None
+    ) -> tuple[Tree, LossSums]:
         """Runs a chunk's layers: the boundary after them, and the losses of their routers."""
         # The timetable numbers the chunks of all sections, the model those of each.
         chunk = work.chunk - section * self.chunks
         return self.model.forward_layers(
-            section, self._parameters(shards, sums, section), start, work.batch, self.stage, chunk
+            section, self._parameters(shards, accumulators, section), start, work.batch, self.stage, chunk
         )
 
-    def _head_losses(self, boundary: Tree, work: TickWork, shards: Tree = None) -> Sums:
+    def _head_losses(self, boundary: Tree, work: TickWork, shards: Tree = None) -> LossSums:
         parameters = self._parameters(self.shards if shards is None else shards)
         return self.model.head_losses(parameters, boundary, work.batch)
 
-    def _linearize(self, sums: Tree, work: TickWork, shards: Tree) -> Linearize:
-        """Returns `jax.vjp` of chunks with these parameters; gradients of stacks come out added to `sums`."""
+    def _linearize(self, accumulators: Tree, work: TickWork, shards: Tree) -> Linearize:
+        """Returns `jax.vjp` of chunks with these parameters; gradients of stacks come out added to `accumulators`."""
         chunk = self._run_chunk
         return lambda section, start: jax.vjp(
-            lambda shards, start: chunk(section, shards, start, work, sums), shards, start
+            lambda shards, start: chunk(section, shards, start, work, accumulators), shards, start
         )
 
-    def _parameters(self, shards: Tree, sums: Tree = None, section: int = 0) -> Tree:
+    def _parameters(self, shards: Tree, accumulators: Tree = None, section: int = 0) -> Tree:
         """Returns parameters for the model.
 
         Args:
           shards: the arrays to differentiate by.
-          sums: accumulators, to which the gradients of the section's layers are added in place; None for none.
+          accumulators: to which the gradients of the section's layers are added in place; None for none.
           section: its index.
         """
         wrapped = with_shards(self.wrapped, shards)
-        if sums is not None:
-            wrapped = with_accumulators(self.records, wrapped, sums, self._is_of_section(section))
+        if accumulators is not None:
+            wrapped = with_accumulators(self.records, wrapped, accumulators, self._is_of_section(section))
         return materialize_outside_stacks(self.records, wrapped)
 
-    def _is_of_section(self, section: int) -> AddsUp:
+    def _is_of_section(self, section: int) -> AddsInBackward:
         """Returns a predicate: whether a parameter is one of a section's layers."""
         names = tuple(f"{name}." for name in self.model.sections[section])
         return lambda record: record.is_stacked and record.name.startswith(names)
 
-    def _add_outside_stacks(self, sums: Tree, gradients: Tree) -> Tree:
+    def _add_outside_stacks(self, accumulators: Tree, gradients: Tree) -> Tree:
         """Adds the gradients of parameters outside the stacks to their accumulators."""
         add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
-        return jax.tree.map(add, self.records, sums, gradients)
+        return jax.tree.map(add, self.records, accumulators, gradients)
 
-    def _zero_losses(self) -> Sums:
+    def _zero_losses(self) -> LossSums:
         """Builds float32 zeros with the names and shapes of all losses and counters."""
         batch, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.boundary)[0]
         zero = jnp.zeros((), jnp.int32)
         first = TickWork(batch, zero, zero, zero, zero > 0, 0)
 
-        def losses() -> Sums:
+        def losses() -> LossSums:
             of_layers = [self._run_chunk(i, self.shards, self.boundary, first)[1] for i in range(self.sections)]
             return functools.reduce(operator.or_, of_layers, self._head_losses(self.boundary, first))
 

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from mtjax.sharding.gradients import add_to_layer, split_accumulators, zeros_like_shards
 from mtjax.sharding.param_comm import (
     ShardedParam,
-    communicated,
+    communicating_param,
     differentiable_shards,
     index_layer,
     is_wrapped,
@@ -183,15 +183,19 @@ class Letter:
         """Selects, of the unreduced gradients of a layer, that of a matrix which its backward pass computes first."""
         return [] if self.last_matrix is None else [gradients[self.last_matrix]]
 
-    def accumulate(self, sums: LetterShards, resident_grads: list[Any], index: Any) -> LetterShards:
+    def accumulate(self, accumulators: LetterShards, resident_grads: list[Any], index: Any) -> LetterShards:
         """Adds the gradients of a layer's parameters without communication to their accumulators."""
-        return sums._replace(
-            resident=jax.tree.map(lambda total, grad: add_to_layer(total, grad, index), sums.resident, resident_grads)
+        return accumulators._replace(
+            resident=jax.tree.map(
+                lambda total, grad: add_to_layer(total, grad, index), accumulators.resident, resident_grads
+            )
         )
 
-    def reduce(self, sums: LetterShards, pending: Pending) -> LetterShards:
+    def reduce(self, accumulators: LetterShards, pending: Pending) -> LetterShards:
         """Reduces the gradients of a layer over ranks, into their accumulators."""
-        return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.index))
+        return accumulators._replace(
+            prefetched=self.loop.reduce_into(accumulators.prefetched, pending.gradients, pending.index)
+        )
 
     def _read_again(self, parameters: list[Any], resident: list[Any], shared: LayerConstants) -> list[Array]:
         # The order is that of the other pass: `VjpWithoutParameters` knows an array by its place in this list.
@@ -213,15 +217,15 @@ def described(
       The description, the arrays of the layers, those by which they are differentiated, and the accumulators of their
       gradients.
     """
-    layers, sums = split_accumulators(given.layers)
+    layers, accumulators = split_accumulators(given.layers)
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    is_prefetched = [communicated(leaf) is not None for leaf in leaves]
+    is_prefetched = [communicating_param(leaf) is not None for leaf in leaves]
     prefetched, resident = partition(leaves, is_prefetched)
     run = flattened(given.run, tree, is_prefetched)
-    loop = PrefetchLoop.of(prefetched, run, given.saving, sums is not None)
+    loop = PrefetchLoop.of(prefetched, run, given.saving, accumulators is not None)
     # Layers are read from stacks without gradient: autodiff's transpose of the index would add a stack of zeros for
     # each layer. Gradients are written to their accumulators by `reduce` and `accumulate`.
-    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
+    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicating_param, prefetched) if leaf is not None]
     stacks = Stacks(shards, jax.tree.map(lax.stop_gradient, resident), given.numbers)
     # For the types alone: nothing reads the result of this gather, so it is not in the program.
     example = (loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(stacks.resident, 0), given.numbers[0])
@@ -234,11 +238,11 @@ def described(
         _last_matrix(function, example[0], loop.is_trainable),
     )
     differentiable = LetterShards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
-    if sums is None:
+    if accumulators is None:
         return letter, stacks, differentiable, zeros_like_shards(differentiable)
     # Frozen parameters have no accumulator.
     trains = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
-    of_prefetched, of_resident = partition(sums, trains)
+    of_prefetched, of_resident = partition(accumulators, trains)
     return (
         letter,
         stacks,

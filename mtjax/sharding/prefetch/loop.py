@@ -16,7 +16,7 @@ from mtjax.sharding.param_comm import (
     LayerInputs,
     ReplicatedParam,
     ShardedParam,
-    communicated,
+    communicating_param,
     gather,
     index_layer,
     reduce_gradient,
@@ -38,14 +38,16 @@ class PrefetchLoop:
     run: Run
     """(hidden states, prefetched parameters, other parameters, number, constants ...) -> (hidden states, state)."""
     saving: Callable[[Run], Run]
-    adds_up: bool
+    has_earlier_gradients: bool
     """Whether there are gradients of earlier microbatches."""
 
     @classmethod
-    def of(cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "PrefetchLoop":
+    def of(
+        cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], has_earlier_gradients: bool
+    ) -> "PrefetchLoop":
         """Describes the loop over a stack with these prefetched parameters."""
-        leaves = [_without_arrays(leaf) for leaf in map(communicated, prefetched) if leaf is not None]
-        return cls(leaves, [not isinstance(leaf, NoGrad) for leaf in prefetched], run, saving, adds_up)
+        leaves = [_without_arrays(leaf) for leaf in map(communicating_param, prefetched) if leaf is not None]
+        return cls(leaves, [not isinstance(leaf, NoGrad) for leaf in prefetched], run, saving, has_earlier_gradients)
 
     @property
     def saves_gathered(self) -> bool:
@@ -93,11 +95,11 @@ class PrefetchLoop:
         of_layer = zip(self.prefetched, whole, self.is_trainable, strict=True)
         return [_narrow(gradient, like.reduction.comm_dtype) for like, gradient, is_trained in of_layer if is_trained]
 
-    def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
+    def reduce_into(self, accumulators: list[Array], gradients: list[Array], index: Any) -> list[Array]:
         """Reduces (-scatters) the gradients of a layer over ranks, and writes them to their accumulators.
 
         Args:
-          sums: accumulators of the trainable prefetched parameters, float32 [layers, ...], this rank's shards.
+          accumulators: of the trainable prefetched parameters, float32 [layers, ...], this rank's shards.
           gradients: `unreduced` ones of one layer.
           index: of the layer.
 
@@ -116,10 +118,10 @@ class PrefetchLoop:
             layer_spec = spec(*like.names) if isinstance(like, ShardedParam) else like.compute_spec
             # XLA: an all-reduce whose result is added to an array that a loop carries is moved after the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.
-            put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
+            put = set_layer if like.reduction.dim == NOT_SHARDED and not self.has_earlier_gradients else add_to_layer
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
-        return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
+        return [one(*each) for each in zip(accumulators, gradients, trainable, strict=True)]
 
 
 def set_layer(stack: Array, value: Array, index: Any) -> Array:
@@ -177,7 +179,7 @@ def scan_but_last(
 def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
     """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
     if isinstance(leaf, ShardedParam):
-        return leaf.sent
+        return leaf.gather_input
     return leaf.parameter if isinstance(leaf.parameter, Array) else leaf.parameter.values
 
 
@@ -226,7 +228,7 @@ def partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any]
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
     """Returns what a wrapped parameter says of its communication and types: static, and so hashable."""
     if isinstance(leaf, ShardedParam):
-        return replace(leaf, shard=None, cast=())
+        return replace(leaf, shard=None, narrow_shards=())
     # A matrix in 8 bits keeps its type and rule, without its numbers.
     kept = None if isinstance(leaf.parameter, Array) else replace(leaf.parameter, values=None)
     return replace(leaf, parameter=kept, shard=None)

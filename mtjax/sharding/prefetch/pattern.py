@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
     """Inputs of all layers without gradient, or with one that is returned apart."""
 
     stacks: Mapping[str, Stacks]
-    sums: Mapping[str, LetterShards]
+    accumulators: Mapping[str, LetterShards]
     """Accumulators of the gradients, float32."""
     others: list[Array]
     """Constants without gradient."""
@@ -206,7 +206,7 @@ class _Passed(NamedTuple):
     """Sharded parameters of the layer below, in full."""
     waiting: list[Array]
     """The layer's gradients, not reduced yet."""
-    sums: Mapping[str, LetterShards]
+    accumulators: Mapping[str, LetterShards]
     of_constants: list[Array]
     """Gradients of the constants."""
 
@@ -235,22 +235,24 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
 
     loops = program.loops
     # The last layer has no gradients above it to reduce: `waiting` is empty, and `above` is None.
-    carry = _Passed(*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
+    carry = _Passed(*_last_gathered(program, gradient, last, stacks), [], inputs.accumulators, zeros_like(constants))
     for loop_index in reversed(range(len(loops))):
         scanned = (saved[loop_index], state_cotangents[loop_index])
         if loops[loop_index].times > 1:
             # XLA: it would copy the stacks of other loops, too.
-            sums = carry.sums
-            carry = carry._replace(sums={letter: sums[letter] for letter in dict.fromkeys(loops[loop_index].unit)})
+            accumulators = carry.accumulators
+            carry = carry._replace(
+                accumulators={letter: accumulators[letter] for letter in dict.fromkeys(loops[loop_index].unit)}
+            )
             scanned = (jnp.arange(loops[loop_index].times), *scanned)
             carry, _ = lax.scan(partial(iteration, loop_index), carry, scanned, reverse=True)
-            carry = carry._replace(sums={**sums, **carry.sums})
+            carry = carry._replace(accumulators={**accumulators, **carry.accumulators})
         else:
             carry, _ = iteration(loop_index, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
     first = program.loops[0].unit[0]
     # The first layer's gradients: there is no layer below it to reduce them.
-    reduced = program.letters[first].reduce(carry.sums[first], Pending(first, carry.waiting, 0))
-    return carry.gradient, {**carry.sums, first: reduced}, carry.of_constants, None
+    reduced = program.letters[first].reduce(carry.accumulators[first], Pending(first, carry.waiting, 0))
+    return carry.gradient, {**carry.accumulators, first: reduced}, carry.of_constants, None
 
 
 def _layer_backward(
@@ -266,12 +268,15 @@ def _layer_backward(
     `given` is from the layer above, `saved` from the forward pass, with the cotangents of the layer's state;
     `neighbours` are the layer above, the layer, and the layer below.
     """
-    (gradient, gathered, waiting, sums, of_constants), (above, (letter, index_in_stack), below) = given, neighbours
-    description, sums, of_constants = program.letters[letter], dict(sums), list(of_constants)
+    (gradient, gathered, waiting, accumulators, of_constants), (above, (letter, index_in_stack), below) = (
+        given,
+        neighbours,
+    )
+    description, accumulators, of_constants = program.letters[letter], dict(accumulators), list(of_constants)
     if above is not None:
         pending = Pending(above.letter, waiting, above.index)
-        sums[above.letter] = program.letters[above.letter].reduce(sums[above.letter], pending)
-    reduced, index, under = {} if above is None else {above.letter: sums[above.letter]}, None, []
+        accumulators[above.letter] = program.letters[above.letter].reduce(accumulators[above.letter], pending)
+    reduced, index, under = {} if above is None else {above.letter: accumulators[above.letter]}, None, []
     if below is not None and not program.letters[below.letter].loop.saves_gathered:
         (gradient, gathered), index = _index_after((gradient, gathered), below)
     vjp, state = saved
@@ -287,11 +292,11 @@ def _layer_backward(
     # XLA: the end of a layer, as that of an iteration. It would compute gradients of matrices after other layers, and
     # reduce those of two neighbouring layers together.
     gradient, waiting, reduced = barrier((gradient, waiting, reduced))
-    sums |= reduced
-    sums[letter] = description.accumulate(sums[letter], of_resident, index_in_stack)
+    accumulators |= reduced
+    accumulators[letter] = description.accumulate(accumulators[letter], of_resident, index_in_stack)
     for i, grad in zip(description.uses, of_shared, strict=True):
         of_constants[i] = of_constants[i] + grad
-    return _Passed(gradient, under, waiting, sums, of_constants)
+    return _Passed(gradient, under, waiting, accumulators, of_constants)
 
 
 def _last_gathered(

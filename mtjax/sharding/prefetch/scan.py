@@ -34,7 +34,7 @@ from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
 from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, zeros_like_shards
-from mtjax.sharding.param_comm import LayerInputs, communicated, differentiable_shards, index_layer, is_wrapped
+from mtjax.sharding.param_comm import LayerInputs, communicating_param, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import (
     PrefetchLoop,
     Run,
@@ -81,7 +81,7 @@ def scan_with_prefetch(
     saving: Callable[[Run], Run],
     variants: Sequence[tuple[Callable[[Run], Run], int]],
     inputs: LayerInputs,
-    sums: list[Array] | None,
+    accumulators: list[Array] | None,
     x: Array,
 ) -> tuple[Array, Tree]:
     """Runs layers one after the other, with the communication of one overlapped with the computation of another.
@@ -92,7 +92,7 @@ def scan_with_prefetch(
       variants: what wraps `run` in a loop of its own over the next layers, and how many; most models have one.
       inputs: of the layers, [layers, ...], without states; some parameters are `ShardedParam`, or `ReplicatedParam`
         over ranks.
-      sums: accumulators of their gradients, in the order of their `differentiable_shards`; zeros when None.
+      accumulators: of their gradients, in the order of their `differentiable_shards`; zeros when None.
       x: input of the first layer, [batch, act_seq, embed].
 
     Returns:
@@ -100,22 +100,22 @@ def scan_with_prefetch(
     """
     numbers = inputs.number
     leaves, tree = jax.tree.flatten(inputs.parameters, is_leaf=is_wrapped)
-    is_prefetched = [communicated(leaf) is not None for leaf in leaves]
+    is_prefetched = [communicating_param(leaf) is not None for leaf in leaves]
     prefetched, resident = partition(leaves, is_prefetched)
     run_flat = flattened(run, tree, is_prefetched)
-    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
+    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicating_param, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
-    loop = PrefetchLoop.of(prefetched, run_flat, saving, sums is not None)
+    loop = PrefetchLoop.of(prefetched, run_flat, saving, accumulators is not None)
     # For the types alone: nothing reads the result of this gather, so it is not in the program.
     example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
     runs, constants, parts = traced(run_flat, variants, example)
     loops = [replace(loop, run=closed) for closed in runs]
 
-    # Loops carry the differentiable stacks unchanged: their cotangents are the accumulators, `sums` (`seed_cotangents`)
-    # at the end of the forward pass, the result at its beginning.
+    # Loops carry the differentiable stacks unchanged: their cotangents are the accumulators, `seeds` at the end of the
+    # forward pass (`seed_cotangents`), the result at its beginning.
     stacks = (jax.tree.leaves(differentiable_shards(prefetched)), jax.tree.leaves(differentiable_shards(resident)))
     is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
-    accumulators = zeros_like_shards(stacks) if sums is None else partition(sums, is_trainable)
+    seeds: Tree = zeros_like_shards(stacks) if accumulators is None else partition(accumulators, is_trainable)
 
     def iteration(variant: int, carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
         """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
@@ -135,7 +135,7 @@ def scan_with_prefetch(
     using, _ = _shared(constants[variant], shared[variant])
     x, state = saving(loops[variant].run)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
     states = jax.tree.map(lambda final, *before: jnp.concatenate([*before, final[None]]), state, *states)
-    return seed_cotangents(accumulators, x, (stack, resident_stack)), states
+    return seed_cotangents(seeds, x, (stack, resident_stack)), states
 
 
 # --- constants of the loop: arrays that every layer reads

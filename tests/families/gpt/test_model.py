@@ -18,7 +18,7 @@ from mtjax.models.layer_loop import LayerLoopSettings
 from mtjax.models.ops import dropout
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import batch_sharding
-from tests.tiny import batch_of, initial_state, mesh_of, program_of, tiny_config
+from tests.tiny import batch_of, final_hidden, initial_state, mesh_of, program_of, tiny_config
 
 MESHES = ("1x1", "8x1", "1x8", "2x4")
 
@@ -113,7 +113,9 @@ def test_dropout_differs_by_sample_and_keeps_the_mean():
 def hidden_of(program, parameters, batch):
     def run(parameters, batch):
         with use_rules(program.layout.rules):
-            return program.model(parameters)(batch["tokens"], batch.get("position_ids"), batch.get("segment_ids"))
+            return final_hidden(
+                program.model(parameters), batch["tokens"], batch.get("position_ids"), batch.get("segment_ids")
+            )
 
     with jax.set_mesh(program.mesh):
         return np.asarray(jax.jit(run)(parameters, batch))
@@ -170,8 +172,15 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        (own,), key_0 = stacks_of(model), jax.random.key(0)
-        stack = Stack(model, jnp.float32, own=own, loop_settings=LayerLoopSettings(), parallel=Parallel(), key=key_0)
+        (layer_stack,), key_0 = stacks_of(model), jax.random.key(0)
+        stack = Stack(
+            model,
+            jnp.float32,
+            layer_stack=layer_stack,
+            loop_settings=LayerLoopSettings(),
+            parallel=Parallel(),
+            key=key_0,
+        )
         x, _ = stack.over_layers(LayerContext(key[None]))(jnp.zeros((1, 1, 1)))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

@@ -31,7 +31,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import assert_same_gradients, relative
 from tests.same_numbers import by_name
-from tests.tiny import batch_of, mesh_of, model_logits, tiny_config
+from tests.tiny import batch_of, final_hidden, mesh_of, model_logits, tiny_config
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -219,7 +219,7 @@ def test_layers_run_in_the_order_of_the_pattern() -> None:
             for number, (stack, index) in enumerate(places):
                 layer = jax.tree.map(lambda a, index=index: a[index], getattr(model, stack).layers)
                 x, _ = layer(x, dataclasses.replace(context, layer=number), None)
-            return model(tokens), model.final_norm(x)
+            return final_hidden(model, tokens), model.final_norm(x)
 
     with jax.set_mesh(program.mesh):
         found, expected = run(parameters, batch["tokens"])
@@ -340,7 +340,7 @@ def test_documents_that_are_packed_are_as_if_each_were_alone(pattern: str, chunk
     def run(parameters: Any, tokens: Any, segments: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model_logits(model, model(tokens, None, segments))
+            return model_logits(model, final_hidden(model, tokens, None, segments))
 
     tokens, segments = np.asarray(batch["tokens"]), np.asarray(batch["segment_ids"])
     places = [(row, segments[row] == number) for row in range(len(tokens)) for number in np.unique(segments[row])]
@@ -368,7 +368,7 @@ def _logits(config: Config, of: Any) -> np.ndarray:
     def run(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
             model: Any = program.model(parameters)
-            return model_logits(model, model(tokens))
+            return model_logits(model, final_hidden(model, tokens))
 
     with jax.set_mesh(program.mesh):
         return np.asarray(jax.jit(run)(parameters, batch_of(program, 0)["tokens"]))
