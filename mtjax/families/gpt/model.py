@@ -76,14 +76,10 @@ class Decoder(nnx.Module):
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
         stacks = stacks_of(model)
-        for layer_stack in stacks:
-            setattr(
-                self,
-                layer_stack.path,
-                stack(model, layer_stack=layer_stack, key=key, layer_type=self.layer_type(layer_stack.kind)),
-            )
-        self.paths = tuple(layer_stack.path for layer_stack in stacks)
-        self.letters = "".join(layer_stack.letter for layer_stack in stacks)
+        for of in stacks:
+            setattr(self, of.path, stack(model, layer_stack=of, key=key, layer_type=self.layer_type(of.kind)))
+        self.paths = tuple(of.path for of in stacks)
+        self.letters = "".join(of.letter for of in stacks)
 
     @staticmethod
     def layer_type(kind: str) -> type[Layer]:
