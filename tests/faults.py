@@ -257,7 +257,7 @@ FAULTS = (
     # --- neighbours of chunks
     Fault(
         "neighbours: chunks of documents that a sample reads are found",
-        "kept = ~np.isin(database.documents(candidates), own[sample])",
+        "kept = ~np.isin(database.documents(candidates), chunks_of_sample[sample])",
         "kept = np.ones(len(candidates), bool)",
         "retrieval",
         "test_a_run_reads_the_nearest_chunks",
@@ -278,15 +278,15 @@ FAULTS = (
     ),
     Fault(
         "neighbours: overlap is looked for in the chunk itself",
-        "following = tokens[sample, (place + 1) * chunk : (place + 2) * chunk]",
-        "following = tokens[sample, place * chunk : (place + 1) * chunk]",
+        "following = tokens[sample, (chunk_in_sample + 1) * chunk : (chunk_in_sample + 2) * chunk]",
+        "following = tokens[sample, chunk_in_sample * chunk : (chunk_in_sample + 1) * chunk]",
         "retrieval",
         "test_neighbours_that_say_what_comes_next",
     ),
     Fault(
         "neighbours: places of a second file are those of the first",
-        "return np.where(places < 0, -1, chunks[part] + places - begins[part])",
-        "return np.where(places < 0, -1, chunks[part] + places)",
+        "return np.where(row_numbers < 0, -1, chunks[part] + row_numbers - begins[part])",
+        "return np.where(row_numbers < 0, -1, chunks[part] + row_numbers)",
         "retrieval",
         "test_exact_search_equals_float64",
     ),
@@ -568,7 +568,7 @@ FAULTS = (
     ),
     Fault(
         "shared blocks: the MLP leaves a layer's adapter out",
-        "self.up(for_product) + own(for_adapter)",
+        "self.up(for_product) + layer_adapter(for_adapter)",
         "self.up(for_product)",
         "models",
         "test_layers_with_shared_blocks_are_their_formulas",
@@ -638,8 +638,8 @@ FAULTS = (
     ),
     Fault(
         "convolutions: gradients of channels pass from one document to the one before",
-        "term = _of_document(own * weights[tap], taps - 1 - tap, segments)",
-        "term = own * weights[tap]",
+        "term = _of_document(of_sum * weights[tap], taps - 1 - tap, segments)",
+        "term = of_sum * weights[tap]",
         "models",
         "test_gradients_are_those_of_a_depthwise_convolution",
     ),
@@ -680,7 +680,7 @@ FAULTS = (
     ),
     Fault(
         "a state passes from one document to the next between chunks",
-        "passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]",
+        "passes = passes & (begun_before[:, :, None] == breaks[:, None])[..., None, None]",
         "pass",
         "families",
         "test_documents_that_are_packed",
@@ -694,8 +694,8 @@ FAULTS = (
     ),
     Fault(
         "every layer of a loop over a pattern is the first of its kind",
-        "place = before[letter] + run.unit.count(letter) * index + seen[letter]",
-        "place = before[letter] + run.unit.count(letter) * index",
+        "number_in_letter = before[letter] + run.unit.count(letter) * index + seen[letter]",
+        "number_in_letter = before[letter] + run.unit.count(letter) * index",
         "families",
         "test_layers_run_in_the_order_of_the_pattern",
     ),
