@@ -1823,6 +1823,27 @@ FAULTS = (
         "test_first_tokens_by_tokenizer_settings_and_config",
     ),
     Fault(
+        "data: a wrong key of ids removes no document, in silence",
+        "if self.without_id and not self.with_id:",
+        "if False:",
+        "data",
+        "test_documents_without_an_id_are_kept_and_counted",
+    ),
+    Fault(
+        "data: ids to remove match numbers as text alone",
+        "return (self.numbers or {}).get(value, ())",
+        "return (str(value),) if str(value) in self.texts else ()",
+        "data",
+        "test_ids_to_remove_match_as_text_or_as_numbers",
+    ),
+    Fault(
+        "data: cleaned documents have NaN, which is not JSON",
+        "json.dumps(row, ensure_ascii=False, allow_nan=False)",
+        "json.dumps(row, ensure_ascii=False)",
+        "data",
+        "test_numbers_that_json_does_not_have_become_null",
+    ),
+    Fault(
         "data: ids of a corpus are cut to 32 bits before they are checked",
         "ids = np.concatenate(parts) if parts",
         "ids = np.concatenate(parts).astype(np.int32) if parts",
