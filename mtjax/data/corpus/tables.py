@@ -10,9 +10,11 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mtjax.data.corpus.documents import TextFields
+from mtjax.data.corpus.packed import without_suffixes
 from mtjax.errors import UserError, first_line, require, shortened
 
 ROWS_AT_A_TIME = 256
@@ -41,6 +43,21 @@ class JsonRow(NamedTuple):
 def is_columnar(head: bytes) -> bool:
     """Returns whether a file is Parquet or Arrow, by its first bytes."""
     return head.startswith((PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC))
+
+
+def delimiter_of(path: str) -> str | None:
+    """Returns what is between the fields of a CSV or TSV file, by its name, compressed or not; None for other files."""
+    return DELIMITERS.get(Path(without_suffixes(path)).suffix)
+
+
+def is_table(path: str, head: bytes) -> bool:
+    """Returns whether a file has rows of columns, and not lines of text: Parquet, Arrow, CSV or TSV.
+
+    Args:
+      path: of the file.
+      head: its first bytes.
+    """
+    return is_columnar(head) or delimiter_of(path) is not None
 
 
 def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[JsonRow]:
