@@ -1872,6 +1872,13 @@ FAULTS = (
         "test_ids_to_remove_match_as_text_or_as_numbers",
     ),
     Fault(
+        "data: nanoseconds are cut off times",
+        "value if n is None or n % 1000 == 0 else",
+        "value if True else",
+        "data",
+        "test_times_and_decimals_are_text_in_full",
+    ),
+    Fault(
         "data: cleaned documents have NaN, which is not JSON",
         "json.dumps(row, ensure_ascii=False, allow_nan=False)",
         "json.dumps(row, ensure_ascii=False)",
