@@ -1872,6 +1872,13 @@ FAULTS = (
         "test_ids_to_remove_match_as_text_or_as_numbers",
     ),
     Fault(
+        "data: settings look for ends of documents that a corpus does not have",
+        "if options := settings_of_ends(self.data):",
+        "if options := []:",
+        "data",
+        "test_settings_that_look_for_ends_of_documents_are_told",
+    ),
+    Fault(
         "data: nanoseconds are cut off times",
         "value if n is None or n % 1000 == 0 else",
         "value if True else",
