@@ -143,7 +143,7 @@ def _table(report: dict[str, Any]) -> Table:
     # A list of another corpus, or of ids in another form, would leave in what it should remove.
     for name, what in (
         ("ids_not_found", "ids to remove that no document has"),
-        ("ids_in_another_form", "ids removed that the list has in another form (OUTPUT.dropped.jsonl has both)"),
+        ("ids_in_another_form", "ids removed in another form (2.0 is 2)"),
         ("without_id", "documents without an id, which --remove-ids can't find"),
         ("not_finite_as_null", "documents with NaN or an infinite number, written as null"),
     ):
