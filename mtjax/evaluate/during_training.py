@@ -14,7 +14,7 @@ from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
-from mtjax.evaluate.tasks.task import EvaluationTask, RowSettings, TaskKind
+from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, RowSettings, TaskKind
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
@@ -135,8 +135,9 @@ class RunEvaluations:
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         # Adjacent windows: overlapping ones would cost many times as much at each evaluation.
         settings = RowSettings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
+        tokenizer = NamedTokenizer(text.tokenizer_name, text.tokenizer)
         for name, path in self._files.items():
-            self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
+            self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, tokenizer, settings)))
 
     def evaluate(self, parameters: Any) -> dict[str, float]:
         """Returns the tasks' results as `TASK/RESULT`; the same in all processes."""

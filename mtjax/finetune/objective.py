@@ -71,7 +71,7 @@ class TaskFinetuning(FinetuningObjective):
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
-        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved)
+        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved, found.name)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the task's metrics and the mean loss on all validation rows."""

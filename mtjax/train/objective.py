@@ -45,6 +45,8 @@ class RunData:
     `tokenizer.json` among them is the tokenizer itself."""
     is_saved: bool = False
     """Whether the run's folder already has the tokenizer and these files, which never change."""
+    tokenizer_name: str = "the run's tokenizer"
+    """What messages call the tokenizer: as the user named it, or its file."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer and its files, unless the folder already has them."""
@@ -301,7 +303,7 @@ class Pretraining:
         position = replace(position, neighbours=neighbours_of(past, config, allowed))
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved)
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved, found.name)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from mtjax.data.corpus.documents import DocumentChunk, TextFields, check_layout
 from mtjax.data.corpus.folders import files_in
 from mtjax.data.corpus.packed import OpenFile, open_packed, without_suffixes
-from mtjax.data.corpus.tables import DELIMITERS, JsonRow, columnar_rows, delimited_rows, is_columnar, parquet_rows
+from mtjax.data.corpus.tables import JsonRow, columnar_rows, delimited_rows, delimiter_of, is_columnar, parquet_rows
 from mtjax.errors import UserError, require
 from mtjax.storage import filesystem, url_of
 
@@ -188,7 +188,7 @@ def _documents(span: DocumentSpan, file: OpenFile, start: Position, fields: Text
         if span.begin or span.end is not None:
             return _rows_of_span(span, file, start, fields)
         return _Documents(columnar_rows(path, file.raw, file.head, fields, start.line - 1), True, "row", *start_of_span)
-    delimiter = DELIMITERS.get(Path(without_suffixes(path)).suffix)
+    delimiter = delimiter_of(path)
     if delimiter is not None:
         return _Documents(
             delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row", *start_of_span

@@ -76,14 +76,11 @@ class Decoder(nnx.Module):
     def _draw_stacks(self, model: Model, make_stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
         stacks = stacks_of(model)
-        for layer_stack in stacks:
-            setattr(
-                self,
-                layer_stack.path,
-                make_stack(model, layer_stack=layer_stack, key=key, layer_type=self.layer_type(layer_stack.kind)),
-            )
-        self.paths = tuple(layer_stack.path for layer_stack in stacks)
-        self.letters = "".join(layer_stack.letter for layer_stack in stacks)
+        for each in stacks:
+            layer_type = self.layer_type(each.kind)
+            setattr(self, each.path, make_stack(model, layer_stack=each, key=key, layer_type=layer_type))
+        self.paths = tuple(each.path for each in stacks)
+        self.letters = "".join(each.letter for each in stacks)
 
     @staticmethod
     def layer_type(kind: str) -> type[Layer]:

@@ -172,14 +172,9 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        (layer_stack,), key_0 = stacks_of(model), jax.random.key(0)
+        (own,), key_0 = stacks_of(model), jax.random.key(0)
         stack = Stack(
-            model,
-            jnp.float32,
-            layer_stack=layer_stack,
-            loop_settings=LayerLoopSettings(),
-            parallel=Parallel(),
-            key=key_0,
+            model, jnp.float32, layer_stack=own, loop_settings=LayerLoopSettings(), parallel=Parallel(), key=key_0
         )
         x, _ = stack.over_layers(LayerContext(key[None]))(jnp.zeros((1, 1, 1)))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
