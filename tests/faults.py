@@ -904,7 +904,7 @@ FAULTS = (
     ),
     Fault(
         "sharding: of parameters that are gathered once a step, all layers have the first one's",
-        "gather_layer(index_layer(stack, number))",
+        "gather_layer(index_layer(stack, index))",
         "gather_layer(index_layer(stack, 0))",
         "sharding",
         "test_gradients_by_matrices_gathered_in_16_bits",
