@@ -939,8 +939,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: padding rows of the vocabulary take part in the softmax",
-        "jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)",
-        "jnp.where(column[start:] < vocab_size, logits[:, start:], logits[:, start:])",
+        "jnp.where(column_V[start:] < vocab_size, logits_CV[:, start:], PADDING_LOGIT)",
+        "jnp.where(column_V[start:] < vocab_size, logits_CV[:, start:], logits_CV[:, start:])",
         "sharding",
         "test_padding_rows_never_win_nor_learn",
     ),
@@ -989,7 +989,7 @@ FAULTS = (
     ),
     Fault(
         "models: attention's scores are not scaled",
-        "query = query * options.scale_of(shape[-1])",
+        "query = query * options.scale_of(width)",
         "query = query * (1.0 if options.scale is None else options.scale)",
         "sharding",
         "test_flash_equals_plain_attention_and_its_gradients",

@@ -187,7 +187,7 @@ class NeighbourScorer:
             model: Any = sharded_model.inference_model(parameters)
             read = {name: batch[name] for name in ("tokens", NEIGHBOURS) if name in batch}
             hidden = model.final_hidden(final_hidden_states(sharded_model, parameters, read))
-            table, bias, _ = model.output_head()
+            table, bias = model.output_parameters
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)[0]
 
 

@@ -23,7 +23,8 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, Results, RowSettings
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.layout.mesh import MeshShape, check_no_sharding_groups, parse_mesh
+from mtjax.layout.generation_mesh import check_no_sharding_groups
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.devices import attach_devices

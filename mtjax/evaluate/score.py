@@ -115,7 +115,7 @@ class Scorer:
             assert isinstance(model, GPT)  # checked in __init__
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
             hidden = model.final_hidden(final_hidden_states(sharded_model, parameters, read))
-            table, bias, _ = model.output_head()
+            table, bias = model.output_parameters
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)
 
 

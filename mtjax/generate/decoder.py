@@ -41,7 +41,7 @@ from mtjax.generate.sampling import (
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
-from mtjax.layout.mesh import check_generation_mesh
+from mtjax.layout.generation_mesh import check_generation_mesh
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
@@ -287,7 +287,7 @@ class GenerationPrograms:
         # An inactive sequence gets a position past the end of the cache, where the scatter drops its keys and values.
         positions = jnp.where(active, state.positions, cache_length(cache))
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
-        table, bias, output = weights.model.output_head(self.vocab_size)
+        (table, bias), output = weights.model.output_parameters, weights.model.logit_options(self.vocab_size)
         drawn = sample_tokens(hidden[:, 0], table, state.counts, state.draws, output, bias)
         # An inactive sequence may be in the middle of its prefill: nothing of its state may change, or its seed would
         # draw other noise and its penalties count a token that it never had.
@@ -307,7 +307,7 @@ class GenerationPrograms:
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
         prompt = jnp.where(offsets < chunk.count, chunk.tokens, -1)
         counts = count_prompt(state.counts, slot, prompt, chunk.is_first)
-        table, bias, output = weights.model.output_head(self.vocab_size)
+        (table, bias), output = weights.model.output_parameters, weights.model.logit_options(self.vocab_size)
         # The token after the chunk. If the prompt goes on, the result is ignored and overwritten by the next chunk.
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
         slot_counts = lax.dynamic_index_in_dim(counts, slot, keepdims=True)

@@ -31,7 +31,8 @@ from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_j
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
 from mtjax.inspect.write_files import write
-from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
+from mtjax.layout.generation_mesh import check_generation_mesh
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 
 

@@ -284,7 +284,7 @@ class NeighbourWriter:
             assert isinstance(model, Retro)
             # Attention is causal: the zeros after a row's text do not change its last hidden state.
             hidden = model.final_hidden(run_sections(model, batch, None)[0].x)
-            table, bias, output = model.output_head(self._config.vocab_size or 0)
+            (table, bias), output = model.output_parameters, model.logit_options(self._config.vocab_size or 0)
             last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
             return sample_tokens(last, table, reshard(counts, spec("batch", "vocab")), draws, output, bias)
 

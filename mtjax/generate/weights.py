@@ -16,7 +16,8 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.families.t5.samples import t5_ids
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
+from mtjax.layout.generation_mesh import check_generation_mesh
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.devices import attach_devices
 from mtjax.waiting import waiting

@@ -133,8 +133,8 @@ def zero_problems(mesh_shape: MeshShape, zero: int) -> Iterator[str]:
 
 
 def is_matrix(names: tuple[str, ...]) -> bool:
-    """Returns whether a parameter is a matrix: maps the residual stream, an adapter's rank or a latent from or to an
-    axis."""
+    """Returns whether a parameter is a matrix, not a vector: it maps between the residual stream, an adapter's rank or
+    a latent, and another dimension."""
     # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
     # A latent's norm has the latent alone; its matrices have heads or the width beside it.
     if "latent" in names:
@@ -160,8 +160,9 @@ def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
 def sharded_dimension(
     names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh_shape: MeshShape, degree: int
 ) -> int:
-    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`;
-    without tensor parallelism the outermost one (after `layers`), if tensor parallelism would shard it.
+    """Returns the dimension along which ZeRO shards a parameter over `degree` ranks: the largest unsharded one that is
+    divisible; without tensor parallelism the outermost one (after `layers`), if tensor parallelism would shard it.
+    `NOT_SHARDED` if there is none.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
     if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:

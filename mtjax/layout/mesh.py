@@ -2,11 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mtjax.config.sizes import divisors
 from mtjax.errors import UserError, nearest
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MANUAL, MODEL, SHARD, STAGE, Axes
 
@@ -15,7 +13,7 @@ AXES: Axes = (*MANUAL, MODEL)
 
 MOST_DEVICES = 2**20
 """Devices of a mesh: ten times the largest cluster that trained one model."""
-LONGEST = 200
+LONGEST_TEXT = 200
 """Most characters of a mesh as typed."""
 
 ABBREVIATIONS = {DATA: "DP", STAGE: "PP", SHARD: "FSDP", CONTEXT: "CP", EXPERT: "EP", MODEL: "TP"}
@@ -31,10 +29,6 @@ PARALLELISM = {
     MODEL: "tensor",
 }
 """Mesh axis -> the kind of parallelism whose degree it has."""
-
-LEAST_SHARED = 4096
-"""Least tokens of a sample per context parallel rank on meshes that mtjax proposes: fewer meshes to search, and enough
-attention for ring steps to overlap with their communication."""
 
 AUTO = "auto"
 """The value of `mesh` that requests the planner's fastest mesh."""
@@ -127,44 +121,6 @@ class MeshShape:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
 
 
-def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshShape]:
-    """Yields a mesh and the meshes that use some of its data parallelism for expert or context parallelism.
-
-    Args:
-      mesh: of data, pipeline and tensor parallelism.
-      experts: of a layer; 0 allows no expert parallelism.
-      tokens: of a sample; short ones allow no context parallelism.
-    """
-    for context in context_degrees(tokens):
-        # Expert and context parallel ranks are taken from data parallelism: the number of devices stays.
-        data, remainder = divmod(mesh.data, context)
-        for degree in divisors(math.gcd(data, experts or 1)) if not remainder else ():
-            yield replace(mesh, data=data // degree, context=context, expert=degree)
-
-
-def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
-    """Yields the meshes that use some of a mesh's data parallelism for sharding groups.
-
-    Groups are servers of `gpus` GPUs, or where ZeRO would not divide a model of this width over all ranks, also twice,
-    four times, ... as large.
-    """
-    inside, group = mesh.context * mesh.expert * mesh.model, gpus
-    # Up to all ranks: a group of all of them divides nothing.
-    while group < mesh.data * inside:
-        shard, remainder = divmod(group, inside)
-        if not remainder and shard > 1 and mesh.data % shard == 0:
-            yield replace(mesh, data=mesh.data // shard, shard=shard)
-        # Larger groups send as much over the network as no groups: they are for widths that ZeRO can't divide.
-        if mesh.divides(width):
-            return
-        group *= 2
-
-
-def context_degrees(tokens: int) -> list[int]:
-    """Returns the context parallel degrees that mtjax proposes for samples of `tokens`; 1 first."""
-    return divisors(tokens // LEAST_SHARED or 1)
-
-
 def parse_mesh(text: str) -> MeshShape:
     """Parses "8" (DATA), "64x8" (DATAxMODEL), "8x4x8" (DATAxSTAGExMODEL) or axes by name in any order:
     "model=8,data=64" or "tp=8,dp=64".
@@ -178,8 +134,8 @@ def parse_mesh(text: str) -> MeshShape:
         raise UserError(
             "mesh auto works with mtjax train and mtjax launch, which know their devices: give a shape, such as 64x8"
         )
-    if len(text) > LONGEST:
-        raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST_TEXT}")
     # Not \d, which also matches digits of other scripts.
     if re.fullmatch(r"\s*[0-9]+(x[0-9]+){0,2}\s*", text):
         numbers = [int(number) for number in text.split("x")]
@@ -217,30 +173,3 @@ def _named_degrees(text: str) -> dict[str, int]:
             raise UserError(f"mesh {text!r} sets {axis} twice; name each axis once")
         degrees[axis] = int(match[2])
     return degrees
-
-
-def check_generation_mesh(mesh: MeshShape) -> None:
-    """Checks that a mesh has neither context parallelism nor sharding groups, which generation does not support.
-
-    Raises:
-      UserError: it has.
-    """
-    if mesh.has_context_parallel:
-        raise UserError(
-            f"mesh {mesh} has context parallelism (context={mesh.context}), which works for training and evaluation "
-            "only: remove context from the mesh"
-        )
-    check_no_sharding_groups(mesh)
-
-
-def check_no_sharding_groups(mesh: MeshShape) -> None:
-    """Checks that a mesh has no sharding groups, which only training uses.
-
-    Raises:
-      UserError: it has.
-    """
-    if mesh.has_sharding_groups:
-        raise UserError(
-            f"mesh {mesh} has sharding groups (shard={mesh.shard}), which are for training: use "
-            f"data={mesh.data * mesh.shard} in place of data and shard"
-        )

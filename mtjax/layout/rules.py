@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from mtjax.errors import nearest
 
 Axes = tuple[str, ...]
-"""Mesh axes, outermost first; of a dimension those over which it is sharded, () where it is replicated."""
+"""Mesh axes, outermost first. Of a dimension: those over which it is sharded; () if it is replicated."""
 
 DATA = "data"
 STAGE = "stage"
@@ -49,7 +49,7 @@ class Rules:
     """Key and value, stacked."""
     mlp: Axes = ()
     expert: Axes = ()
-    """Experts' matrices."""
+    """Experts, in their matrices."""
     routes: Axes = ()
     """Experts in a router's scores: replicated."""
     every_expert: Axes = ()

@@ -65,7 +65,7 @@ def embed_tokens(
 
     Args:
       table: [vocab, embed], float32.
-      positions: [seq, embed], float32; None where positions are not learned.
+      positions: [positions, embed], float32; None where positions are not learned.
       position_ids: of each token; its position in the sample when None.
       local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
       scale: factor of the rows, rounded to `dtype`, as Gemma's is.
@@ -78,7 +78,7 @@ def embed_tokens(
         return x
     vectors = positions[...].astype(dtype)
     if position_ids is None:
-        # Positions are the same for all samples: a slice, [seq, embed], sharded like the hidden states' sequence.
+        # The same for all samples: a slice of the table, [seq, embed], sharded like the hidden states' sequence.
         local_vectors = vectors[: tokens.shape[1]] if local_positions is None else vectors[local_positions]
         return x + reshard(local_vectors, spec("act_seq", "act_embed"))
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
@@ -93,18 +93,21 @@ class WithVocabulary(nnx.Module):
     output_bias: nnx.Param | None = None
     """[vocab]: of the logits, if any."""
     output_options = OutputOptions(0)
-    """Factor and soft cap of the logits; the vocabulary's size is an argument of `output_head`."""
+    """Factor and soft cap of the logits; the vocabulary's size is an argument of `logit_options`."""
 
     @property
     def output_table(self) -> nnx.Param:
         """[vocab, embed]"""
         return self.embedding if self.output is None else self.output
 
-    def output_head(self, vocab_size: int = 0) -> tuple[Any, Array | None, OutputOptions]:
-        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed; 0
-        for callers that read only the first two, or mask no padding rows."""
-        bias = None if self.output_bias is None else self.output_bias[...]
-        return self.output_table[...], bias, replace(self.output_options, vocab_size=vocab_size)
+    @property
+    def output_parameters(self) -> tuple[Any, Array | None]:
+        """The output table, and the bias of the logits, if any."""
+        return self.output_table[...], None if self.output_bias is None else self.output_bias[...]
+
+    def logit_options(self, vocab_size: int) -> OutputOptions:
+        """Returns how logits of this many tokens are computed."""
+        return replace(self.output_options, vocab_size=vocab_size)
 
 
 class HiddenStates(NamedTuple):
@@ -124,10 +127,9 @@ class RunsLayers(Protocol):
         ...
 
 
-# Functions, not arrays: only the first stage embeds, and each stage computes the context itself, as stages send each
-# other hidden states alone.
 class Section(NamedTuple):
-    """A stack of layers, or several, and the functions that compute its inputs."""
+    """A stack of layers, or several, and the functions that compute its inputs: only the first stage embeds, and each
+    stage computes the context itself, as stages send each other hidden states alone."""
 
     stack: RunsLayers
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
@@ -172,17 +174,17 @@ def run_sections(
     """
     # T5's decoder embeds its input and reads the encoder's output: `embed` gets the hidden states of the section
     # before.
-    hidden, after = None, {}
+    hidden, new_states = None, {}
     for name, section in trunk.sections.items():
         hidden = section.embed(batch, keys, hidden)
         # Outside the loop over layers: all layers read the same positions, rotations and segments.
         context = section.context(batch, keys, hidden)
         with jax.named_scope("layers"):
             run_layers = section.stack.over_layers(context, (states or {}).get(name))
-            x, after[name] = run_layers(hidden.x)
+            x, new_states[name] = run_layers(hidden.x)
         hidden = hidden._replace(x=x)
     assert hidden is not None, "a model has a section"
-    return hidden, after
+    return hidden, new_states
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def mixer_types(model: Model, kind: str) -> Mapping[str, type[Mixer]]:
 class Layer(nnx.Module):
     """The mixers of a kind of layer, each with its norms, connected to the residual stream.
 
-    With m a mixer and n a norm, norm_placement pre computes `x + m(n(x))` (Figure 7b of the paper), post, the original
-    BERT's, `n(x + m(x))` (Figure 7a), output `x + n(m(x))`, and sandwich `x + n'(m(n(x)))`.
+    With m a mixer and n a norm, norm_placement pre computes `x + m(n(x))` (Figure 7b of arXiv 1909.08053), post, the
+    original BERT's, `n(x + m(x))` (Figure 7a), output `x + n(m(x))`, and sandwich `x + n'(m(n(x)))`.
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
 Residual = Float[Array, "batch act_seq embed"]
-"""Hidden states, [batch, act_seq, embed]."""
+"""Hidden states, [batch, act_seq, embed]; `embed` is `act_embed` with 2D tensor parallelism."""
 
 PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
 """Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the number of text tokens per sample, [batch]."""

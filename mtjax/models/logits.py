@@ -11,8 +11,8 @@ from mtjax.sharding.axes import spec
 
 def full_logits(model: WithVocabulary, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
     """Computes float32 logits over the padded vocabulary, which is sharded, from what the output table reads."""
-    table, bias, options = model.output_head()
+    table, bias = model.output_parameters
     x, weight, sharding = reshard_sequence(hidden, "seq"), table.astype(hidden.dtype), spec("batch", "seq", "vocab")
     # Accumulated in float32, as in the loss: differences of large logits matter.
     products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
-    return options.logits(products, bias)
+    return model.output_options.logits(products, bias)

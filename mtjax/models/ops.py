@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def scaled(x: Array, factor: float | np.ndarray) -> Array:
-    """Multiplies by a factor, or by one for each element, in float32: the factor is not rounded."""
+    """Multiplies by a factor, or by factors that are broadcast to x, in float32: the factor is not rounded."""
     if isinstance(factor, float) and factor == 1:
         return x
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
@@ -184,18 +184,18 @@ def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
     return RMSNorm(size, epsilon, dtype, weight=weight)
 
 
-_SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+_GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 def _gelu(x: Array) -> Array:
     """Computes the tanh approximation of GELU (arXiv 1606.08415)."""
-    return 0.5 * x * (1 + jnp.tanh(_SCALE * (x + _CUBIC * x**3)))
+    return 0.5 * x * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * x**3)))
 
 
 def _gelu_slope(x: Array) -> Array:
     """Computes the derivative of `_gelu`, by `(1 + tanh(u)) / 2 = sigmoid(2 u)`."""
-    sigmoid = jax.nn.sigmoid(2 * _SCALE * (x + _CUBIC * x**3))
-    return sigmoid * (1 + 2 * _SCALE * x * (1 - sigmoid) * (1 + 3 * _CUBIC * x**2))
+    sigmoid = jax.nn.sigmoid(2 * _GELU_SCALE * (x + _GELU_CUBIC * x**3))
+    return sigmoid * (1 + 2 * _GELU_SCALE * x * (1 - sigmoid) * (1 + 3 * _GELU_CUBIC * x**2))
 
 
 def with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -264,6 +264,7 @@ def _draw_16_bits(x: Array, keys: Array, site: int, names: tuple[str, ...], posi
 
     def draw(keys: Array, positions: Array | None) -> Array:
         of_site = jax.vmap(lambda key: jax.random.fold_in(key, site))(keys)
+        # XLA: reads the site again (`mtjax.models.threefry`); the keys alone make the bits differ.
         return random_halves(of_site, x.shape, spec(*names), positions, site)
 
     # As one primitive: jax would hoist the elements' indices, which are constants, out of the scan over layers, and

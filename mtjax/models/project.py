@@ -76,9 +76,10 @@ def project(
     else:
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = einsum_letters(x.ndim - num_inputs, num_inputs, len(outputs))
-        # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
-        narrow = weight if is_unrolled() and rule is None else weight.astype(x.dtype)
-        result: Any = (rule or product)(dims, sharding, x, jax.tree.map(lambda a: varying_like(a, x), narrow))
+        # Unrolled layers: `product` casts the weight itself, and computes its gradient in the weight's type, in which
+        # it is reduced.
+        operand = weight if is_unrolled() and rule is None else weight.astype(x.dtype)
+        result: Any = (rule or product)(dims, sharding, x, jax.tree.map(lambda a: varying_like(a, x), operand))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
@@ -121,8 +122,9 @@ def gather_sequence(
     return x if rule is not None and rule.gathers_sequence else reshard_sequence(x, "seq")
 
 
-def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
-    """Swaps batch and sequence: for products whose sequences are all-gathered before or reduce-scattered after them."""
+def seq_major(x: Float[Array, "batch seq ..."]) -> Float[Array, "seq batch ..."]:
+    """Swaps batch and sequence, either way: for products whose sequences are all-gathered before or reduce-scattered
+    after them."""
     # XLA: on GPUs, the sharded dimension of a collective must be outermost. Of batch-major arrays it would transpose
     # the gathered sequences of all ranks; here a rank transposes its shard before it is sent.
     return jnp.swapaxes(x, 0, 1)

@@ -21,7 +21,7 @@ from mtjax.sharding.axes import PartitionSpec, non_manual_axes, varying_like
 from mtjax.sharding.param_comm import LayerInputs, materialize
 
 Tree = Any
-Run = Callable[..., tuple[Array, Tree]]
+RunLayer = Callable[..., tuple[Array, Tree]]
 
 
 class OrderTokens(NamedTuple):
@@ -35,8 +35,8 @@ class OrderTokens(NamedTuple):
 
 
 def run_in_order(
-    runs: Sequence[Run],
-    saving: Callable[[Run], Run],
+    runs: Sequence[RunLayer],
+    saving: Callable[[RunLayer], RunLayer],
     x: Array,
     layers: Sequence[Any],
     numbers: Array,
@@ -69,17 +69,17 @@ def run_in_order(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(run: Run, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Array, OrderTokens, Tree]:
+def _run(run: RunLayer, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Array, OrderTokens, Tree]:
     """Returns hidden states, `tokens` and the layer's state."""
     x, state = run(x, *inputs)
     return x, tokens, state
 
 
-def _run_forward(run: Run, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _run_forward(run: RunLayer, x: Array, tokens: OrderTokens, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     return _run(run, x, tokens, inputs), (x, inputs)
 
 
-def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, OrderTokens, Tree]) -> tuple[Any, ...]:
+def _run_backward(run: RunLayer, saved: Any, cotangents: tuple[Array, OrderTokens, Tree]) -> tuple[Any, ...]:
     """Recomputes the layer from its input, [batch, act_seq, embed]; returns the gradients of its inputs, and tokens."""
     (x, inputs), (gradient, tokens, state) = saved, cotangents
     # The recompute waits for its gradient, and for the reduced gradients two layers above: with those of one layer
@@ -92,7 +92,7 @@ def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, OrderTokens, Tr
 _run.defvjp(_run_forward, _run_backward)
 
 
-def gradients_in_turn(run: Run) -> Run:
+def gradients_in_turn(run: RunLayer) -> RunLayer:
     """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed."""
     # XLA: it would compute many of them after the backward pass of all layers, and hold for each what it is computed
     # from.

@@ -27,8 +27,13 @@ class Writer(LanguageModel, Protocol):
         """[vocab, embed]"""
         ...
 
-    def output_head(self, vocab_size: int) -> tuple[Any, Array | None, OutputOptions]:
-        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
+    @property
+    def output_parameters(self) -> tuple[Any, Array | None]:
+        """The output table, and the bias of the logits, if any."""
+        ...
+
+    def logit_options(self, vocab_size: int) -> OutputOptions:
+        """Returns how logits of this many tokens are computed."""
         ...
 
     def embed_new(self, tokens: Array, cache_positions: "CachePositions", length: int) -> tuple[Array, LayerContext]:

@@ -10,8 +10,9 @@ from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.layout.attention_kernel import HOPPER
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, meshes_within, with_groups
+from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
+from mtjax.layout.proposed_meshes import meshes_within, with_groups
 from mtjax.plan.search import Space
 
 

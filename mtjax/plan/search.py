@@ -14,8 +14,9 @@ from mtjax.analysis.timing import StepTime, least_seconds, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within, with_groups
+from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
+from mtjax.layout.proposed_meshes import context_degrees, meshes_within, with_groups
 from mtjax.layout.stages import balanced_layers
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

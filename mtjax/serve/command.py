@@ -14,7 +14,8 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import GenerationPrograms
 from mtjax.generate.engine import Engine
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
-from mtjax.layout.mesh import check_generation_mesh, parse_mesh
+from mtjax.layout.generation_mesh import check_generation_mesh
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers

@@ -8,7 +8,7 @@ from jax import Array
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """Divides a rank's tokens into chunks of equal length, the last one padded with zeros."""
+    """Divides a rank's `tokens` into `count` chunks of equal length, the last one padded with zeros."""
 
     tokens: int
     count: int
@@ -29,7 +29,7 @@ class TokenChunks:
         """[B, S, ...] -> [chunks, C, ...]."""
         flat = a.reshape(self.tokens, *a.shape[2:])
         if padding := self.count * self.length - self.tokens:
-            # What the loss says of it is cut off by `join`; in the backward pass its gradient is 0.
+            # `join` cuts off the losses of the padding; in the backward pass its gradients are 0.
             flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
         return flat.reshape(self.count, self.length, *a.shape[2:])
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and cross-entropy, fused with the projection to logits (section 3 of the paper).
+"""Vocabulary-parallel embedding and cross-entropy, fused with the projection to logits (arXiv 1909.08053, section 3).
 
 The rows of the table are sharded over `model`. Logits stay on the rank that computed them: per token only a maximum, a
 sum of exponentials and the label's logit are reduced. Logits exist for one chunk of tokens at a time, and are
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtjax.sharding.stored_weight import StoredWeight
 
 
-NEVER = -1e30
+PADDING_LOGIT = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
 
 
@@ -234,8 +234,8 @@ def _cross_entropy_forward(
         """Computes losses and log Z of this rank's tokens, inside the map."""
         of_logits = summaries_of(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
         # Each exponential is relative to the token's largest logit, so that none overflows.
-        log_z, smoothing = jnp.log(of_logits.exponentials) + of_logits.top, options.label_smoothing
-        mean = 0.0 if of_logits.total is None else of_logits.total / options.vocab_size
+        log_z, smoothing = jnp.log(of_logits.exponentials) + of_logits.maximum, options.label_smoothing
+        mean = 0.0 if of_logits.logit_sum is None else of_logits.logit_sum / options.vocab_size
         loss = log_z - (1 - smoothing) * of_logits.label - smoothing * mean
         return loss + options.z_loss * log_z**2, log_z
 
@@ -321,10 +321,10 @@ class Summaries(NamedTuple):
     """Of each token's logits, float32 [B, S]: the maximum, the sum of exp(logit - maximum), the label's logit, and with
     label smoothing the sum of logits."""
 
-    top: Array
+    maximum: Array
     exponentials: Array
     label: Array
-    total: Array | None
+    logit_sum: Array | None
 
 
 def summaries_of(
@@ -354,9 +354,9 @@ def summaries_of(
     # sum exp(z - top) = sum over ranks of exp(highest - top) * (their sum exp(z - highest))
     # `pmax` has no derivative, and needs none: losses have backward passes of their own.
     top = lax.pmax(highest, specs.rows)
-    sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
+    partial_sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
     # XLA: separate all-reduces may be moved after the mean over tokens. One array is reduced here.
-    exponentials, label, *totals = lax.psum(jnp.stack(sums), specs.rows)
+    exponentials, label, *totals = lax.psum(jnp.stack(partial_sums), specs.rows)
     return Summaries(top, exponentials, label, totals[0] if totals else None)
 
 
@@ -373,26 +373,26 @@ def local_logits(
     The rows are in the type of `hidden_CH`; `scales_V` are those of an 8-bit table, whose values are in `table_VH`.
 
     Returns:
-      float32 logits [C, V], `NEVER` for rows past the vocabulary; and the index of each column in the entire
+      float32 logits [C, V], `PADDING_LOGIT` for rows past the vocabulary; and the index of each column in the entire
       vocabulary, [V].
     """
     # Sums of exponentials over the vocabulary need float32; the operands stay in the compute type.
-    logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    logits = logits if scales_V is None else logits * scales_V
-    logits, vocab_size = options.logits(logits, bias_V), options.vocab_size
+    logits_CV = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits_CV = logits_CV if scales_V is None else logits_CV * scales_V
+    logits_CV, vocab_size = options.logits(logits_CV, bias_V), options.vocab_size
     rows = table_VH.shape[0]
-    column = lax.axis_index(specs.rows) * rows + jnp.arange(rows)
+    column_V = lax.axis_index(specs.rows) * rows + jnp.arange(rows)
     # Padding is at the end of the last rank's rows: only columns that may be padding are overwritten.
     # XLA: on CPUs, a `where` over all columns would write all logits twice.
     start = max(0, vocab_size - (lax.axis_size(specs.rows) - 1) * rows)
     if start < rows:
-        tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
-        logits = lax.dynamic_update_slice_in_dim(logits, tail, start, axis=1)
-    return logits, column
+        tail = jnp.where(column_V[start:] < vocab_size, logits_CV[:, start:], PADDING_LOGIT)
+        logits_CV = lax.dynamic_update_slice_in_dim(logits_CV, tail, start, axis=1)
+    return logits_CV, column_V
 
 
 def sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
     """Sums the logits that are not padding, for label smoothing: [C]."""
     if not options.label_smoothing:
-        return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)
+        return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)  # not read, but a scan returns arrays
     return jnp.where(column_V < options.vocab_size, logits_CV, 0).sum(-1)

@@ -27,10 +27,10 @@ def vocab_parallel_scores(
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         """Scores this rank's tokens, inside the map."""
         of_logits = summaries_of(specs, plain, hidden_BSH, table_VH, bias_V, labels_BS)
-        log_likelihood = of_logits.label - of_logits.top - jnp.log(of_logits.exponentials)
+        log_likelihood = of_logits.label - of_logits.maximum - jnp.log(of_logits.exponentials)
         # Equal where the label's logit is the largest; both are the same number of the same product, so no rounding
         # differs.
-        return log_likelihood, of_logits.label == of_logits.top
+        return log_likelihood, of_logits.label == of_logits.maximum
 
     with jax.named_scope("loss"):
         arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)

@@ -171,9 +171,9 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
 
         # --- State: restored, or fresh
         times.begin(start_timer.STATE)
-        start = restore_or_initialize(program, checkpoints, environment.weights, config, progress, local)
-        if start.past != prepared.past:  # the newest checkpoint was corrupted, or the local tier has a newer one
-            prepared = prepare_after(start.past)
+        restored = restore_or_initialize(program, checkpoints, environment.weights, config, progress, local)
+        if restored.past != prepared.past:  # the newest checkpoint was corrupted, or the local tier has a newer one
+            prepared = prepare_after(restored.past)
             config, data, program = prepared.config, prepared.data, prepared.program
             progress.steps = config.training.steps
         if prepared.is_done:
@@ -181,7 +181,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
             return True
         prepared.record_and_report(progress.say, checkpoints, local)
         # Opened after the checkpoint is accepted: if it is refused, the run's folder must stay as it was.
-        logs = open_logs(config, environment, data, this_start, start.step, progress.say)
+        logs = open_logs(config, environment, data, this_start, restored.step, progress.say)
         if logs[0] is not None:
             stack.callback(logs[0].close)
 
@@ -189,12 +189,12 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
         peers.advice = resume_command(objective, environment.out)
         saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
         goal = this_start.goal(objective, config)
-        best = open_best_checkpoint(goal, config, environment, start.step, stack, progress.say)
+        best = open_best_checkpoint(goal, config, environment, restored.step, stack, progress.say)
         monitors = (best, NonfiniteSteps(config.training, tensors_of(program)), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, environment, data, program, progress, *tiers, *logs, *monitors, this_start)
         stack.enter_context(progress)
-        state, stopped = run_steps(run, start)
+        state, stopped = run_steps(run, restored)
         times.begin(start_timer.SAVE)  # leaving the context waits for the last save
 
     conclude(run, state, stopped)

@@ -1,4 +1,4 @@
-"""The optimizer of the paper (section 4.2): AdamW with gradient clipping, its learning rate, and the search for NaNs.
+"""AdamW with gradient clipping (section 4.2 of arXiv 1909.08053), its learning rate, and the search for NaNs.
 
 Learning rates are as in Megatron's `OptimizerParamScheduler`, but count steps where it counts samples, which differs
 while the batch size is ramped up. Update k, counted from 0, uses the value at k.
@@ -46,7 +46,7 @@ DECAYS: Mapping[str, Callable[[Ratio], jax.Array]] = {
 
 
 def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
-    """Builds the learning rate schedule, a function of the step, counted from 0.
+    """Builds the learning rate as a function of the step, counted from 0.
 
     Step k of the warmup has `initial + (peak - initial) k / warmup_steps`: without an initial rate the first update
     changes only Adam's moments, as in Megatron. After `decay_steps` every style but constant is at the minimum.
@@ -67,7 +67,7 @@ def make_learning_rate(options: Optimizer, steps: int) -> optax.Schedule:
 
 
 def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
-    """Builds the schedule between the end of the warmup and step `last`."""
+    """Builds the learning rate between the end of the warmup and step `last`."""
     peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
     if options.decay_style == "inverse-square-root":
         return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)  # peak x sqrt(warmup / k)
@@ -155,31 +155,33 @@ def norm_and_first_bad(
     A tensor counts as finite if the sum of squares of each device's shard is finite.
 
     Args:
-      scalar: has to be finite, too, and so has the norm, unless it may overflow; if only they are not, the index is the
-        number of tensors.
+      scalar: such as the loss; if only it, or the norm, is not finite, the index is the number of tensors.
       values: gradients or parameters, with any sharding.
       records: `ParamSpec` of each of the values.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
+      norm_may_overflow: whether only tensors and `scalar` have to be finite.
     """
     in_tree_order = tensors_in_tree_order(records, numbers_of)
     # `backwards` is a permutation; `argsort` inverts it: the place in the backward pass's order of each tensor.
-    leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
-    counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
+    leaves, leaf_records = jax.tree.leaves(values), jax.tree.leaves(records)
+    counts = [a.shape[0] if record.is_stacked else 1 for a, record in zip(leaves, leaf_records, strict=True)]
     indices = np.split(np.argsort(backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
     # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
-    spread = [shard_like_rows(p, a) if k.is_stacked else p for p, a, k in zip(indices, leaves, kinds, strict=True)]
+    each = zip(indices, leaves, leaf_records, strict=True)
+    sharded_indices = [shard_like_rows(i, a) if record.is_stacked else i for i, a, record in each]
 
-    def of_shards(parts: tuple[list[Array], list[Array]]) -> tuple[Array, list[Array]]:
+    def of_shards(shards: tuple[list[Array], list[Array]]) -> tuple[Array, list[Array]]:
+        """Returns the least index of a tensor of these shards that is not finite, and each array's sum of squares."""
         firsts, sums = [], []
-        for a, index, kind in zip(*parts, kinds, strict=True):
-            squares = _squares_of_layers(a, unrolled and kind.is_matrix) if kind.is_stacked else jnp.square(a).sum()
+        for a, index, record in zip(*shards, leaf_records, strict=True):
+            squares = _squares_of_layers(a, unrolled and record.is_matrix) if record.is_stacked else jnp.square(a).sum()
             firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), index))
             sums.append(squares.sum())
         return jnp.concatenate(firsts).min(), sums
 
-    first, total = min_and_sum_over_shards(of_shards, (leaves, spread))
-    norm = jnp.sqrt(total)
+    first, sum_of_squares = min_and_sum_over_shards(of_shards, (leaves, sharded_indices))
+    norm = jnp.sqrt(sum_of_squares)
     scalar = scalar if norm_may_overflow else scalar + norm
     is_finite = (first == len(in_tree_order)) & jnp.isfinite(scalar)
     return norm, jnp.where(is_finite, ALL_FINITE, first).astype(jnp.int32)

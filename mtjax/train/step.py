@@ -30,8 +30,7 @@ Tree = Any
 
 
 class LossInputs(NamedTuple):
-    """What a step differentiates, and where: the loss function, its region, the parameters, and the batch that it
-    reads."""
+    """The loss function that a step differentiates, its region, and the parameters and batch that it reads."""
 
     loss_function: TrunkLossFunction
     region: ManualRegion
@@ -67,7 +66,7 @@ class TrainStep(ShardedModel):
         self.learning_rate = make_learning_rate(config.optimizer, config.training.steps)
 
     def optimized(self, tree: Tree) -> Tree:
-        """Selects what the optimizer changes from a tree like the parameters'."""
+        """Selects from a tree like the parameters' what the optimizer changes: what is trained, but 8-bit scales."""
         return trained(self.records, tree)
 
     @cached_property
@@ -118,7 +117,7 @@ class TrainStep(ShardedModel):
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """Lowers the train step from abstract values, without touching a device."""
         arguments = self.abstract_state, self.abstract_step_batch(global_batch_size)
-        # Not by `on_mesh`, which would be a frame more above every operation of the step.
+        # Not by `on_mesh`, which would be a frame more above every operation of the step in tracebacks and profiles.
         with jax.set_mesh(self.mesh):
             return self._compiled_step.lower(*arguments)
 
@@ -185,7 +184,8 @@ class TrainStep(ShardedModel):
             how = (self.trainable_records, self.layer_numbers, bool(self.config.training.unroll_layers))
             norm, bad = norm_and_first_bad(loss, gradients, *how)
             finite = bad == ALL_FINITE
-            updated, optimizer = self.updated(state, gradients, losses, norm, finite & self.is_update(state))
+            applies = finite & self.is_update(state)
+            trained_parameters, optimizer_state = self.updated(state, gradients, losses, norm, applies)
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
@@ -195,8 +195,8 @@ class TrainStep(ShardedModel):
                 "first_bad": bad,
                 **losses,
             }
-        parameters = self.with_optimized(state.parameters, updated)
-        return State(state.step + 1, state.random, parameters, optimizer, state.loss_scale), metrics
+        parameters = self.with_optimized(state.parameters, trained_parameters)
+        return State(state.step + 1, state.random, parameters, optimizer_state, state.loss_scale), metrics
 
     def is_update(self, state: State) -> Array | bool:
         """Returns whether a step from this state updates anything, if its gradients are finite."""

@@ -20,7 +20,7 @@ from mtjax import config as configs
 from mtjax.commands.convert import main
 from mtjax.commands.from_megatron import main as from_megatron
 from mtjax.convert.initial_weights import open_foreign
-from mtjax.convert.megatron_buffers import bucket_sizes, placed
+from mtjax.convert.megatron_buffers import bucket_sizes, ranges_of
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint
 from mtjax.convert.torch_dist_pickle import Record
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
@@ -388,13 +388,13 @@ def test_buckets_are_megatrons() -> None:
     """Starts at multiples of 64, buckets that end after a tensor, and one of its own for a copied embedding."""
     tensors = {"embedding": 100, "a": 10, "b": 70, "c": 5}
     assert bucket_sizes(tensors, None, frozenset()) == [64 + 128 + 64 + 100]
-    assert placed(tensors, [356], "rank 0") == {"c": (0, 0), "b": (0, 64), "a": (0, 192), "embedding": (0, 256)}
+    assert ranges_of(tensors, [356], "rank 0") == {"c": (0, 0), "b": (0, 64), "a": (0, 192), "embedding": (0, 256)}
     assert bucket_sizes(tensors, 100, frozenset()) == [134, 164]
-    assert placed(tensors, [134, 164], "rank 0")["a"] == (1, 0)
+    assert ranges_of(tensors, [134, 164], "rank 0")["a"] == (1, 0)
     assert bucket_sizes(tensors, None, frozenset(["embedding"])) == [256, 100]
-    assert placed(tensors, [256, 100], "rank 0")["embedding"] == (1, 0)
+    assert ranges_of(tensors, [256, 100], "rank 0")["embedding"] == (1, 0)
     with pytest.raises(UserError, match=re.escape("have 300 numbers, and its 4 tensors do not fit")):
-        placed(tensors, [300], "rank 0")
+        ranges_of(tensors, [300], "rank 0")
 
 
 def test_the_arguments_of_a_checkpoint_are_translated(

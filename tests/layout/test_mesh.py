@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.layout.mesh import AXES, MeshShape, check_generation_mesh, parse_mesh
+from mtjax.layout.generation_mesh import check_generation_mesh
+from mtjax.layout.mesh import AXES, MeshShape, parse_mesh
 
 WAYS = st.integers(1, 16)
 

@@ -24,7 +24,7 @@ class DistilledGPT(GPT):
         # Validation batches have no teacher: their losses can be compared with those of a run without one.
         if TEACHER not in batch:
             return super().token_losses(hidden, batch, keys, options)
-        table, bias, _ = self.output_head()
+        table, bias = self.output_parameters
         targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
         hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
         return {HARD: hard, SOFT: soft}

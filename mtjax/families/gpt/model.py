@@ -198,7 +198,7 @@ class GPT(Decoder, WithVocabulary):
         `LOSS_WEIGHTS` their weighted sum, [], whose gradient is computed with it."""
         del keys
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
-        table, bias, _ = self.output_head()
+        table, bias = self.output_parameters
         if LOSS_WEIGHTS in batch:
             from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 

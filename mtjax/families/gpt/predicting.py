@@ -54,7 +54,7 @@ class PredictingGPT(GPT):
           keys: dropout keys.
           options: of the cross-entropy.
         """
-        (table, bias, _), reports, losses = self.output_head(), [], {}
+        (table, bias), reports, losses = self.output_parameters, [], {}
         # Rotation and segments are those of the tokens themselves: a predictor only embeds what is ahead.
         context = self._context(batch, keys, HiddenStates(hidden))
         for number in range(1, self.num_predictors + 1):

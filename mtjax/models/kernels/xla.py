@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Settings of a layer's attention; by default, that of GPT-2 without dropout."""
+    """Settings of a layer's attention, and its parameters that scores read; by default GPT-2's without dropout."""
 
     dropout_rate: float = 0.0
     """Of the dropout on probabilities."""
@@ -40,7 +40,6 @@ class AttentionOptions:
     """Windows of all layers, where they differ; one length, and others longer than a sample."""
     alibi: "Alibi | None" = None
     """When given, its biases are added to the scores."""
-
     largest_scores: Float[Array, " heads"] | None = None
     """When given, zeros whose gradient is each head's largest score that the mask shows, before cap and bias."""
 
@@ -55,7 +54,9 @@ class AttentionOptions:
 
 
 HEADS = ("batch", "seq", "heads", "head_dim")
+"""Logical names of the dimensions of queries and outputs."""
 SCORES = ("batch", "heads", "seq", "key_seq")
+"""Logical names of the dimensions of scores."""
 
 
 def attend(
@@ -87,7 +88,7 @@ def softmax_attention(
     options: AttentionOptions,
     dropout_keys: Key[Array, " batch"] | None,
     *,
-    bias: Float[Array, "1 heads seq key_seq"] | None = None,
+    bias: Float[Array, "#batch heads seq key_seq"] | None = None,
     site: int = 0,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes attention from each query to the keys for which its mask is True, normalized in float32.
@@ -95,16 +96,14 @@ def softmax_attention(
     heads / kv_heads consecutive query heads share a KV head. `bias` is added to the scores. Dropout of the
     probabilities has one key per sample, and the site `site`; it is off if `dropout_keys` is None.
     """
-    shape, output_spec = query.shape, spec(*HEADS)
+    (batch, seq, heads, width), kv_heads = query.shape, key.shape[2]
     # Cheaper than scaling the scores.
-    query = query * options.scale_of(shape[-1])
-    query = query.reshape(
-        *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
-    )
+    query = query * options.scale_of(width)
+    query = query.reshape(batch, seq, kv_heads, -1, width, out_sharding=spec("batch", "seq", "heads", None, None))
     # XLA: the results of both products have einsum's natural order of dimensions: batch, left, right. Any other order
     # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
-    scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
+    scores = scores.reshape(batch, heads, *scores.shape[3:], out_sharding=spec(*SCORES))
     if options.adjusts_scores or bias is not None:
         from mtjax.models.kernels.scores import adjusted
 
@@ -120,19 +119,18 @@ def softmax_attention(
         probabilities.astype(query.dtype), options.dropout_rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
     )
     grouped = spec("batch", "heads", None, "seq", "key_seq")
-    probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
-    mixed = _mixed(probabilities, value)
-    shape = (*shape[:3], value.shape[-1])
-    return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=output_spec), ATTENTION_OUTPUT)
+    probabilities = probabilities.reshape(batch, kv_heads, -1, *probabilities.shape[2:], out_sharding=grouped)
+    mixed, shape = _mixed(probabilities, value), (batch, seq, heads, value.shape[-1])
+    return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=spec(*HEADS)), ATTENTION_OUTPUT)
 
 
 @jax.custom_vjp
 def _scores(
-    query: Float[Array, "batch kv_heads query_heads seq head_dim"], key: Float[Array, "batch key_seq kv_heads head_dim"]
-) -> Float[Array, "batch kv_heads query_heads seq key_seq"]:
+    query: Float[Array, "batch kv_heads group_heads seq head_dim"], key: Float[Array, "batch key_seq kv_heads head_dim"]
+) -> Float[Array, "batch kv_heads group_heads seq key_seq"]:
     """Computes products of queries and keys in float32."""
-    # A custom vjp, because autodiff would multiply float32 gradients in float32. These are in the compute type, as in
-    # flash attention.
+    # A custom vjp, because autodiff would multiply float32 gradients in float32. Here they are cast to the compute type
+    # first, as in flash attention.
     return jnp.einsum("bgnqd,bkgd->bgnqk", query, key, preferred_element_type=jnp.float32)
 
 
@@ -141,7 +139,7 @@ def _scores_forward(query: Array, key: Array) -> tuple[Array, tuple[Array, Array
 
 
 def _scores_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Computes gradients of query and key from that of the scores [batch, kv_heads, query_heads, seq, key_seq]."""
+    """Computes gradients of query and key from that of the scores [batch, kv_heads, group_heads, seq, key_seq]."""
     query, key = saved
     gradient = gradient.astype(query.dtype)
     d_query = jnp.einsum("bgnqk,bkgd->bgnqd", gradient, key)
@@ -153,9 +151,9 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 @jax.custom_vjp
 def _mixed(
-    probabilities: Float[Array, "batch kv_heads query_heads seq key_seq"],
+    probabilities: Float[Array, "batch kv_heads group_heads seq key_seq"],
     value: Float[Array, "batch key_seq kv_heads head_dim"],
-) -> Float[Array, "batch kv_heads query_heads seq head_dim"]:
+) -> Float[Array, "batch kv_heads group_heads seq head_dim"]:
     """Computes the values weighted by probabilities."""
     return jnp.einsum("bgnqk,bkgd->bgnqd", probabilities, value)
 
@@ -165,7 +163,7 @@ def _mixed_forward(probabilities: Array, value: Array) -> tuple[Array, tuple[Arr
 
 
 def _mixed_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    """Computes gradients of probabilities and value from that of the output, [batch, kv_heads, query_heads, seq,
+    """Computes gradients of probabilities and value from that of the output, [batch, kv_heads, group_heads, seq,
     head_dim]."""
     probabilities, value = saved
     d_value = jnp.einsum("bgnqk,bgnqd->bkgd", probabilities, gradient)

@@ -1,6 +1,6 @@
 """The mixers of a transformer: multi-head self-attention and the MLP, both column-parallel, then row-parallel.
 
-Attention is sharded by heads: no communication between its two projections (Figure 3b of the paper).
+Attention is sharded by heads: no communication between its two projections (Figure 3b of arXiv 1909.08053).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Attend = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 
 
 def kernel_of(attention: str) -> Attend:
-    """Returns the kernel of the setting `attention`, whose auto `mtjax.layout.attention_kernel` has replaced."""
+    """Returns the kernel that the setting `attention` names; auto was replaced (`mtjax.layout.attention_kernel`)."""
     match attention:
         case "cudnn":
             from mtjax.models.kernels.cudnn import attend
@@ -96,7 +96,6 @@ class SelfAttention(nnx.Module):
         `state` is None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended. Returns the output and the
         new state.
         """
-        # All-gathers sequences that are sharded, and computes query, key and value of the ranks' heads.
         query, key, value = self.qkv(gather_sequence(x, self.qkv.rule))
         mixed, state = self.mix(query, key, value, context, state)
         return self.project_out(mixed, context), state
@@ -104,7 +103,8 @@ class SelfAttention(nnx.Module):
     def mix(
         self, query: Array, key: Array, value: Array, context: LayerContext, state: MixerState
     ) -> tuple[Float[Array, "batch seq heads head_dim"], MixerState]:
-        """Attends with products of the input; arguments and results otherwise as of `__call__`."""
+        """Attends with query, key and value as the product returns them, [batch, seq, heads or kv_heads, head_dim]:
+        normalizes, clips and rotates them first, where the model does. Otherwise as `__call__`."""
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         if not self.qkv.has_plain_queries_and_keys or context.rotation is not None or context.query_scale is not None:
@@ -122,18 +122,17 @@ class SelfAttention(nnx.Module):
                 bias = self.relative(query.shape[1], is_causal=context.is_causal)
                 context = dataclasses.replace(context, bias=bias)
             return self.attend(query, key, value, context, options), None
-        # Generation: keys and values of earlier tokens are in the cache.
         from mtjax.models.kernels.cached import append_and_attend
 
         return append_and_attend(query, key, value, context, state, options, self.relative)
 
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
-        """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
+        """Projects [batch, seq, heads, head_dim] to [batch, act_seq, embed]; adapters (subclasses) read `context`."""
         return self.output(mixed)
 
 
 def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
-    """Returns the options of attention in a layer, with its window and what its scores are observed by."""
+    """Returns a layer's options of attention: its window, and zeros whose gradient is its largest scores, if any."""
     options, zeros = mixer.options, mixer.largest_scores
     if mixer.windows is not None:
         from mtjax.models.of_layer import of_layer
@@ -168,6 +167,7 @@ class FusedQKV(nnx.Module):
         """Computes query, key and value, each [batch, seq, heads, head_dim]; `adapter` computes what is added to the
         product, [batch, seq, 3, heads, head_dim], if anything is."""
         bias = None if self.bias is None else self.bias[...]
+        # Else what is made of it is saved (`SelfAttention.mix`).
         save, names = not (is_unrolled() and self.has_plain_queries_and_keys), ("qkv", "heads", "head_dim")
         product = project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
         product = product if adapter is None else product + adapter()
@@ -194,7 +194,7 @@ def attention_options(model: Model) -> AttentionOptions:
 
 
 class MLP(nnx.Module):
-    """Column-parallel, activation, row-parallel: one all-reduce forward, one backward (Figure 3a of the paper)."""
+    """Column-parallel, activation, row-parallel: one all-reduce forward, one backward."""
 
     scope: ClassVar[str] = "mlp"
     init_number: ClassVar[int] = 1

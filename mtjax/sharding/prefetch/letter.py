@@ -19,7 +19,7 @@ from mtjax.sharding.param_comm import (
     is_wrapped,
     with_shards,
 )
-from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, VjpWithoutParameters, flattened, partition, stack_of
+from mtjax.sharding.prefetch.loop import PrefetchLoop, RunLayer, VjpWithoutParameters, flattened, partition, stack_of
 from mtjax.sharding.trainable import NoGrad
 
 Tree = Any
@@ -28,9 +28,9 @@ Tree = Any
 class LetterLayers(NamedTuple):
     """The layers of one letter of a pattern, as a model passes them."""
 
-    run: Run
+    run: RunLayer
     """One layer: (hidden states, its `LayerInputs`) -> (hidden states, state)."""
-    saving: Callable[[Run], Run]
+    saving: Callable[[RunLayer], RunLayer]
     """Wraps such a function so that it saves less for its backward pass."""
     layers: Tree
     """Their parameters, [layers, ...], some of them wrapped."""

@@ -25,7 +25,7 @@ from mtjax.sharding.trainable import NoGrad
 from mtjax.sharding.zero import gather_layer
 
 Tree = Any
-Run = Callable[..., tuple[Array, Tree]]
+RunLayer = Callable[..., tuple[Array, Tree]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +35,19 @@ class PrefetchLoop:
     prefetched: Sequence[ShardedParam | ReplicatedParam]
     """The prefetched parameters, without their arrays."""
     is_trainable: Sequence[bool]
-    run: Run
+    run: RunLayer
     """(hidden states, prefetched parameters, other parameters, number, constants ...) -> (hidden states, state)."""
-    saving: Callable[[Run], Run]
+    saving: Callable[[RunLayer], RunLayer]
     has_earlier_gradients: bool
     """Whether there are gradients of earlier microbatches."""
 
     @classmethod
     def of(
-        cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], has_earlier_gradients: bool
+        cls,
+        prefetched: Sequence[Any],
+        run: RunLayer,
+        saving: Callable[[RunLayer], RunLayer],
+        has_earlier_gradients: bool,
     ) -> "PrefetchLoop":
         """Describes the loop over a stack with these prefetched parameters."""
         leaves = [_without_arrays(leaf) for leaf in map(communicating_param, prefetched) if leaf is not None]
@@ -129,7 +133,7 @@ def set_layer(stack: Array, value: Array, index: Any) -> Array:
     return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)
 
 
-def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:
+def flattened(run: RunLayer, tree: Any, is_prefetched: Sequence[bool]) -> RunLayer:
     """Returns a layer function whose parameters are lists of arrays, prefetched and others, instead of a module."""
 
     def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
@@ -141,8 +145,8 @@ def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:
 
 
 def traced(
-    run: Run, variants: Sequence[tuple[Callable[[Run], Run], int]], example: tuple[Any, ...]
-) -> tuple[list[Run], list[list[Array]], list[tuple[int, int]]]:
+    run: RunLayer, variants: Sequence[tuple[Callable[[RunLayer], RunLayer], int]], example: tuple[Any, ...]
+) -> tuple[list[RunLayer], list[list[Array]], list[tuple[int, int]]]:
     """Traces each variant of a layer once.
 
     Returns:
@@ -150,7 +154,7 @@ def traced(
       which function it runs, and its number of layers.
     """
     # `_step`, a custom_vjp, may not close over tracers such as attention's mask: those of `run` become arguments.
-    closed: dict[Callable[[Run], Run], Any] = {}
+    closed: dict[Callable[[RunLayer], RunLayer], Any] = {}
     for wrap in dict(variants):
         closed[wrap] = jax.closure_convert(wrap(run), *example)
     numbers_of_variants = {wrap: variant_number for variant_number, wrap in enumerate(closed)}

@@ -37,7 +37,7 @@ from mtjax.sharding.gradients import accumulate_grads_into, seed_cotangents, zer
 from mtjax.sharding.param_comm import LayerInputs, communicating_param, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import (
     PrefetchLoop,
-    Run,
+    RunLayer,
     VjpWithoutParameters,
     flattened,
     partition,
@@ -77,9 +77,9 @@ class _IterationInputs(NamedTuple):
 
 
 def scan_with_prefetch(
-    run: Run,
-    saving: Callable[[Run], Run],
-    variants: Sequence[tuple[Callable[[Run], Run], int]],
+    run: RunLayer,
+    saving: Callable[[RunLayer], RunLayer],
+    variants: Sequence[tuple[Callable[[RunLayer], RunLayer], int]],
     inputs: LayerInputs,
     accumulators: list[Array] | None,
     x: Array,
