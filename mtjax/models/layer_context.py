@@ -50,9 +50,9 @@ class LayerContext:
     """The encoder's hidden states, which cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None
     """1 on tokens that cross-attention reads, 0 on padding; None when there is no padding."""
-    normed: Float[Array, "batch act_seq embed"] | None = None
+    retro_normed: Float[Array, "batch act_seq embed"] | None = None
     """Retro: normalized hidden states of the first layer with chunked cross-attention, which its encoder reads, too."""
-    reads: Int[Array, "batch seq"] | None = None
+    retro_reads: Int[Array, "batch seq"] | None = None
     """Retro: 1 on tokens that read neighbours, 0 on others; None where all do that have a chunk before them."""
     shared: "SharedInputs | None" = None
     """Blocks that several layers share, and the embeddings that they read."""

@@ -86,17 +86,17 @@ class Linear(nnx.Module):
         return project(x, self.weight[...], bias, outputs, self.sequence, rule=self.rule)
 
 
-def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
+def norm_scale(weight_kind: str, sizes: Mapping[str, int]) -> nnx.Param | None:
     """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
     None for none."""
-    return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
+    return None if weight_kind == "none" else constant(0.0 if weight_kind == "offset" else 1.0, sizes)
 
 
-def norm_factor(weight: str, scale: nnx.Param | None) -> Array | float:
+def norm_factor(weight_kind: str, scale: nnx.Param | None) -> Array | float:
     """Returns the factor of the normalized values, float32: the weight of `norm_scale`, 1 + weight, or 1."""
     if scale is None:
         return 1.0
-    return 1 + scale[...] if weight == "offset" else scale[...]
+    return 1 + scale[...] if weight_kind == "offset" else scale[...]
 
 
 class LayerNorm(nnx.Module):

@@ -126,7 +126,7 @@ def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
     return jax.shard_map(body, axis_names=set(non_manual_axes()), in_specs=in_specs, out_specs=out_specs)
 
 
-def fully_manual(body: Callable[[jax.Array], jax.Array], partition: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+def map_shards(body: Callable[[jax.Array], jax.Array], partition: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
     """Maps `body` over the shards of an array and of a result with the same sharding, with every mesh axis manual.
 
     Collectives such as `lax.all_gather` do not lower while any axis is explicit.

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from mtjax.layout.optimizer_states import ITERATIONS, MatrixDims, matrices_of
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import dimension_axes, fully_manual
+from mtjax.sharding.axes import dimension_axes, map_shards
 from mtjax.sharding.param_specs import ParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -54,7 +54,7 @@ def orthogonalize(momentum: Array, record: ParamSpec, dtype: Any) -> Array:
         back = tuple(order.index(dim) for dim in range(shard.ndim))
         return result.transpose(back).astype(shard.dtype)
 
-    return fully_manual(local, spec)(momentum)
+    return map_shards(local, spec)(momentum)
 
 
 def _in_entire_matrices(shard: Array, matrices: MatrixDims, exchanges: list[tuple[int, Axes]]) -> Array:

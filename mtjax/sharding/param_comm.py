@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import explicit_only, fully_manual, non_manual_axes, psum_varying, spec
+from mtjax.sharding.axes import explicit_only, map_shards, non_manual_axes, psum_varying, spec
 
 Tree = Any
 T = TypeVar("T")
@@ -200,36 +200,35 @@ _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> Array:
+def _gather(leaf: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
-      how: the parameter, without arrays.
+      leaf: the parameter, without arrays.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
       narrow_shards: the same in `gather_dtype`, if it exists already, in parts.
     """
-    dtype = how.gather_dtype if how.is_quantized else how.dtype
+    dtype = leaf.gather_dtype if leaf.is_quantized else leaf.dtype
     with jax.named_scope("parameters"):
-        full = [
-            fully_manual(lambda a: all_gather_manual(how, a).astype(dtype), spec(*how.names))(a)
-            for a in narrow_shards or (shard,)
-        ]
+        gather_one = map_shards(lambda a: all_gather_manual(leaf, a).astype(dtype), spec(*leaf.names))
+        full = [gather_one(a) for a in narrow_shards or (shard,)]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
-        return full[0] if how.split_dim is None else jnp.concatenate(full, axis=how.split_dim)
+        return full[0] if leaf.split_dim is None else jnp.concatenate(full, axis=leaf.split_dim)
 
 
-def _gather_forward(how: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> tuple[Array, int]:
+def _gather_forward(leaf: ShardedParam, shard: Array, narrow_shards: tuple[Array, ...]) -> tuple[Array, int]:
     # Neither the shard nor the gathered parameter is a residual: only how many gradients are None.
-    return _gather(how, shard, narrow_shards), len(narrow_shards)
+    return _gather(leaf, shard, narrow_shards), len(narrow_shards)
 
 
-def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+def _gather_backward(leaf: ShardedParam, num_narrow: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
     """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
-    none, reduced = (None,) * casts, partial(reduce_gradient, grad_spec=spec(*how.names), reduction=how.reduction)
-    if how.split_dim is None:
+    reduced = partial(reduce_gradient, grad_spec=spec(*leaf.names), reduction=leaf.reduction)
+    none = (None,) * num_narrow
+    if leaf.split_dim is None:
         return reduced(gradient), none
-    parts = jnp.split(gradient, gradient.shape[how.split_dim], axis=how.split_dim)
-    return jnp.concatenate([reduced(part) for part in parts], axis=how.split_dim), none
+    parts = jnp.split(gradient, gradient.shape[leaf.split_dim], axis=leaf.split_dim)
+    return jnp.concatenate([reduced(part) for part in parts], axis=leaf.split_dim), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -279,7 +278,7 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
         return (lax.pmax if reduction.is_maximum else psum_varying)(g, all_reduced).astype(jnp.float32)
 
     with jax.named_scope("gradients"):
-        return fully_manual(local, explicit_only(grad_spec))(gradient.astype(jnp.float32))
+        return map_shards(local, explicit_only(grad_spec))(gradient.astype(jnp.float32))
 
 
 def differentiable_shards(wrapped: Tree) -> Tree:

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import fully_manual
+from mtjax.sharding.axes import map_shards
 
 
 def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
@@ -26,4 +26,4 @@ def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callabl
 
 def psum_shards(x: jax.Array, axes: Axes) -> jax.Array:
     """All-reduces `x`, which may be sharded over explicit axes, over manual axes."""
-    return fully_manual(lambda shard: lax.psum(shard, axes), jax.typeof(x).sharding.spec)(x)
+    return map_shards(lambda shard: lax.psum(shard, axes), jax.typeof(x).sharding.spec)(x)

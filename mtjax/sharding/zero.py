@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from mtjax.layout.layouts import NOT_SHARDED
-from mtjax.sharding.axes import explicit_only, fully_manual, spec, varying_axes
+from mtjax.sharding.axes import explicit_only, map_shards, spec, varying_axes
 from mtjax.sharding.param_comm import (
     GradReduction,
     ReplicatedParam,
@@ -273,7 +273,7 @@ def gather_layer(parameter: ShardedParam) -> Array:
     """All-gathers one layer's parameter, which has no leading `layers`, in row-major memory layout."""
     # XLA: the layout of the result would spread to the stack into which it is written, too. A constraint on an array
     # with explicit axes makes the partitioner gather it, so all are manual.
-    gather = fully_manual(lambda a: row_major(all_gather_manual(parameter, a)), spec(*parameter.names))
+    gather = map_shards(lambda a: row_major(all_gather_manual(parameter, a)), spec(*parameter.names))
     return gather(parameter.gather_input)
 
 

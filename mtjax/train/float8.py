@@ -62,10 +62,10 @@ class Float8Step(TrainStep):
         """See `TrainStep.optimized`: the weights."""
         return split(super().optimized(tree))[0]
 
-    def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
+    def with_optimized(self, parameters: Tree, new: Tree) -> Tree:
         """See `TrainStep.with_optimized`; the states of products remain."""
         # The optimizer does not have the products' states: `apply_gradients` computes their next ones.
-        return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
+        return merge(super().with_optimized(parameters, new), split(parameters)[1])
 
     @property
     def restore_target(self) -> Tree:

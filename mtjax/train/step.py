@@ -168,13 +168,13 @@ class TrainStep(ShardedModel):
         """Returns the parameters at which gradients are taken."""
         return state.parameters
 
-    def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
-        """Returns parameters in which what the optimizer changes is that of `optimized`."""
+    def with_optimized(self, parameters: Tree, new: Tree) -> Tree:
+        """Returns parameters in which what the optimizer changes is that of `new`."""
         if self.optimized(parameters) is parameters:
-            return optimized
+            return new
         from mtjax.sharding.trainable import merge_trees, select_frozen
 
-        return merge_trees(optimized, select_frozen(self.records, parameters))
+        return merge_trees(new, select_frozen(self.records, parameters))
 
     def apply_gradients(
         self, state: State, batch: GlobalBatch, loss: Array, losses: dict[str, Array], gradients: Tree

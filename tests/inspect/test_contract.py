@@ -293,8 +293,8 @@ def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
 
 def whole_sum(gradient, place, total):
     """Like `parameters.reduce_gradient`, but sends everything to everyone first."""
-    gathered = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
-    whole = parameters.fully_manual(lambda g: lax.psum(g, DATA), place)(gathered / 2)
+    gathered = parameters.map_shards(lambda g: lax.psum(g, DATA), place)(gradient.astype("float32"))
+    whole = parameters.map_shards(lambda g: lax.psum(g, DATA), place)(gathered / 2)
     if total.dim == NOT_SHARDED:
         return whole
     size = gradient.shape[total.dim] // 2

@@ -86,7 +86,7 @@ class Retro(GPT):
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         """Adds the embedded neighbours, and which tokens read them."""
         context = super()._context(batch, keys, hidden)
-        return dataclasses.replace(context, encoded=hidden.encoded, reads=batch.get(READS))
+        return dataclasses.replace(context, encoded=hidden.encoded, retro_reads=batch.get(READS))
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -53,7 +53,7 @@ class RetroLayer(Layer):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
                 is_outside = name == self.mixers[0] == "chunked"
-                normed: Any = context.normed if is_outside else self.normalize(f"{name}_norm", x)
+                normed: Any = context.retro_normed if is_outside else self.normalize(f"{name}_norm", x)
                 # As in Megatron, what the encoder's cross-attention adds to is its own normalized input.
                 x = self.add(normed if name == "cross" else x, mixer(normed, context, None)[0], mixer, context)
         return x, None
@@ -89,11 +89,11 @@ class RetroStacks:
             keys = neighbour_keys(context.dropout_keys, len(neighbours))
             # Segments and padding are the decoder's: a neighbour is one text, all of which is read.
             alone = {"segment_ids": None, "padding": None, "reads": None}
-            inside = dataclasses.replace(below, **alone, normed=normed, is_causal=False, dropout_keys=keys)
+            inside = dataclasses.replace(below, **alone, retro_normed=normed, is_causal=False, dropout_keys=keys)
             encoder = "F" + "E" * (len(self.stacks["E"].order.flat) if "E" in self.stacks else 0)
             encoding = dataclasses.replace(loop, context=inside)
             (encoded, carried), _ = encoding.run_all(encoder, done, (neighbours, carried))
-            loop = dataclasses.replace(loop, context=dataclasses.replace(below, normed=normed, encoded=encoded))
+            loop = dataclasses.replace(loop, context=dataclasses.replace(below, retro_normed=normed, encoded=encoded))
         carry, _ = loop.run_all(f"R{behind}", done, (x, carried))
         return seed_cotangents(loop.accumulators, *carry), None
 

@@ -38,7 +38,7 @@ class ChunkedCrossAttention(CrossAttention):
         mixed = jnp.pad(mixed, ((0, 0), (ahead, 0), (0, 0), (0, 0)))[:, : query.shape[1]]
         # The first tokens read nothing, and get nothing: not even the bias.
         reads = jnp.arange(query.shape[1])[None] >= ahead
-        reads = reads if context.reads is None else reads & (context.reads > 0)
+        reads = reads if context.retro_reads is None else reads & (context.retro_reads > 0)
         return jnp.where(reads[..., None], self.output(mixed), 0), state
 
     def _attend(self, query: Array, key: Array, value: Array, dropout_keys: Array | None) -> Array:
@@ -54,11 +54,11 @@ class NeighbourCrossAttention(ChunkedCrossAttention):
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: MixerState
     ) -> tuple[Float[Array, "batch act_seq embed"], MixerState]:
         """Attends from neighbours, [samples x chunks x neighbours, tokens, embed], to the decoder's normalized hidden
-        states in `context.normed`, [samples, tokens, embed]."""
-        assert context.normed is not None
+        states in `context.retro_normed`, [samples, tokens, embed]."""
+        assert context.retro_normed is not None
         query = self.query(reshard_sequence(x, "seq"))
-        chunks = context.normed.shape[1] // self.chunk
-        key, value = (split_rows(a, chunks) for a in self.keys_and_values(context.normed))
+        chunks = context.retro_normed.shape[1] // self.chunk
+        key, value = (split_rows(a, chunks) for a in self.keys_and_values(context.retro_normed))
         each = len(query) // len(key)
         # The neighbours of a chunk are rows of one product here, and share the first one's key.
         keys = None if context.dropout_keys is None else context.dropout_keys[::each]

@@ -22,7 +22,7 @@ from mtjax.models.mixers.transformer import MLP
 from mtjax.models.ops import constant, draw_normal
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.models.saved_names import SAVED
-from mtjax.sharding.axes import fully_manual, spec, varying_like
+from mtjax.sharding.axes import map_shards, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts.dispatch import ExpertCompute, apply_experts
 
@@ -89,7 +89,7 @@ class Router(nnx.Module):
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
         ranked = within_groups(ranked, model)
         # XLA: the partitioner would all-gather scores of some shapes for a top-k, so it is computed on each shard.
-        chosen = fully_manual(lambda shard: lax.top_k(shard, model.experts_top_k)[1], sharding)(ranked)
+        chosen = map_shards(lambda shard: lax.top_k(shard, model.experts_top_k)[1], sharding)(ranked)
         # A product with one-hot vectors, because a gather would communicate between shards.
         hot = jax.nn.one_hot(chosen, model.num_experts, dtype=jnp.float32)
         gates = jnp.einsum("bske,bse->bsk", hot, scores, out_sharding=sharding)

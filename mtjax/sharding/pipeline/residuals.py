@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import fully_manual, varying_like
+from mtjax.sharding.axes import map_shards, varying_like
 from mtjax.sharding.param_comm import row_major
 
 Tree = Any
@@ -146,7 +146,7 @@ def take_from_slot(buffers: Tree, slot: Array) -> Tree:
 
     def one(buffer: Array) -> Array:
         array = lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
-        return fully_manual(row_major, jax.typeof(array).sharding.spec)(array)
+        return map_shards(row_major, jax.typeof(array).sharding.spec)(array)
 
     # XLA: in the last ticks nothing is written to slots any more, and the layout of the buffers would be chosen for the
     # products that read them. Between the two loops all buffers would be copied, and be alive twice.

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.rules import MODEL, STAGE
-from mtjax.sharding.axes import dimension_axes, fully_manual, map_ranks, non_manual_axes, with_axes
+from mtjax.sharding.axes import dimension_axes, map_ranks, map_shards, non_manual_axes, with_axes
 from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any
@@ -37,7 +37,7 @@ def send(boundary: Tree, by: int, *, wraps: bool) -> Tree:
     pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
 
     def one(x: Array) -> Array:
-        return fully_manual(lambda shard: lax.ppermute(shard, STAGE, pairs), jax.typeof(x).sharding.spec)(x)
+        return map_shards(lambda shard: lax.ppermute(shard, STAGE, pairs), jax.typeof(x).sharding.spec)(x)
 
     with jax.named_scope("stages"):
         return jax.tree.map(one, boundary)
