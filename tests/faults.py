@@ -214,7 +214,7 @@ FAULTS = (
     # --- Retro
     Fault(
         "Retro: a packed row reads the neighbours of the row before",
-        "reads = reads if context.reads is None else reads & (context.reads > 0)",
+        "reads = reads if context.retro_reads is None else reads & (context.retro_reads > 0)",
         "del context",
         "finetune",
         "test_packed_rows_are_read_as_each_alone",
