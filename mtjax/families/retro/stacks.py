@@ -88,7 +88,7 @@ class RetroStacks:
             normed = self.norm(x)
             keys = neighbour_keys(context.dropout_keys, len(neighbours))
             # Segments and padding are the decoder's: a neighbour is one text, all of which is read.
-            alone = {"segment_ids": None, "padding": None, "reads": None}
+            alone = {"segment_ids": None, "padding": None, "retro_reads": None}
             inside = dataclasses.replace(below, **alone, retro_normed=normed, is_causal=False, dropout_keys=keys)
             encoder = "F" + "E" * (len(self.stacks["E"].order.flat) if "E" in self.stacks else 0)
             encoding = dataclasses.replace(loop, context=inside)
