@@ -1087,6 +1087,27 @@ FAULTS = (
         "test_update_is_clipped_adamw_with_decoupled_decay",
     ),
     Fault(
+        "processes: a barrier of another spelling of a folder is another barrier",
+        '    key = f"mtjax/{key}"\n',
+        '    key = f"mtjax/{key}/{shown or name}"\n',
+        "runtime",
+        "test_processes_meet_whatever_each_calls_what_it_reads",
+    ),
+    Fault(
+        "processes: the texts of different barriers are exchanged",
+        "if said[process][0] != first), None)",
+        "if False), None)",
+        "runtime",
+        "test_processes_at_different_barriers_are_told_so",
+    ),
+    Fault(
+        "checkpoints: a step that is saved twice in an object store has one key",
+        '"state", f"mtjax/remote/{number}"',
+        '"state", f"mtjax/remote/{step}"',
+        "runtime",
+        "test_a_step_is_saved_in_a_store_twice",
+    ),
+    Fault(
         "train: a best checkpoint of a step that is trained again stays in the object store",
         "        remove_later(environment.out / BEST, step)\n",
         "        pass\n",
