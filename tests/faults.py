@@ -1087,6 +1087,13 @@ FAULTS = (
         "test_update_is_clipped_adamw_with_decoupled_decay",
     ),
     Fault(
+        "processes: GPUs that the environment of a run hides count",
+        "several_expected(config.parallel, environment) or has_gpu(environment):",
+        "several_expected(config.parallel, environment) or has_gpu():",
+        "runtime",
+        "test_cpus_of_a_machine_whose_gpus_are_not_used",
+    ),
+    Fault(
         "processes: a barrier of another spelling of a folder is another barrier",
         '    key = f"mtjax/{key}"\n',
         '    key = f"mtjax/{key}/{shown or name}"\n',
