@@ -14,6 +14,9 @@ from mtjax.errors import UserError, first_line
 TIMEOUT = 600
 """Seconds that a process waits for the others at a barrier."""
 
+SAME_FILES = "give all machines the same files"
+"""What to do where processes have read different files."""
+
 _barrier_numbers = itertools.count()
 """Numbers the barriers of this process; every process reaches them in the same order."""
 
@@ -65,6 +68,23 @@ def gather_text_at(key: str, name: str, text: str, timeout: float, *, shown: str
             "with the same options and files, and the same version of mtjax"
         )
     return [said[process][1] for process in range(num_processes())]
+
+
+def check_same(what: str, digest: str, shown: object) -> None:
+    """Checks that all processes have read the same: each reads its own files, perhaps on another machine.
+
+    Args:
+      what: what was read, as a plural; the same in all processes.
+      digest: of its content.
+      shown: where this process has read it.
+
+    Raises:
+      UserError: in all processes, if the content of one differs from that of process 0.
+    """
+    texts = [json.loads(text) for text in all_gather_text(what, json.dumps([digest, str(shown)]))]
+    if other := next((process for process, (found, _) in enumerate(texts) if found != texts[0][0]), None):
+        theirs, ours = (f"{path} (digest {found[:8]})" for found, path in (texts[other], texts[0]))
+        raise UserError(f"process {other} has read other {what} than process 0: {theirs}, and {ours}: {SAME_FILES}")
 
 
 def describe_process() -> str:
