@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 
+from mtjax.compile import programs
 from mtjax.config import Config, replace
 from mtjax.data import DataPosition, NeighbourFile, SampleOrder, TrainingText
 from mtjax.errors import UserError
@@ -128,10 +129,10 @@ def test_a_folder_that_results_without_out_is_compared(meeting: list[str]) -> No
         check_same_settings(Config(), Path("runs/bert-N"))
 
 
-def test_settings_are_compared_before_a_mesh_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_compared_before_a_mesh_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning uses the devices of all processes: one with another --mesh would not take part."""
 
-    def refuse(config: Config, default: Path) -> None:
+    def refuse(config: Config, default: Path | None = None) -> None:
         raise UserError(f"compared with {default}")
 
     def choose(config: Config, devices: int, kind: str) -> MeshShape:
@@ -140,6 +141,10 @@ def test_settings_are_compared_before_a_mesh_is_chosen(monkeypatch: pytest.Monke
     monkeypatch.setattr(loop, "check_same_settings", refuse)
     with pytest.raises(UserError, match="compared with runs/books-N"):
         loop.train(replace(Config(), mesh="auto"), "books", Options(compile_cache="off"), choose_mesh=choose)
+    monkeypatch.setattr(programs, "check_same_settings", refuse)
+    monkeypatch.setattr(programs, "fastest_mesh", choose)
+    with pytest.raises(UserError, match="compared with None"):
+        programs.compile_run(replace(Config(), mesh="auto"), str(tmp_path))
 
 
 POSITION = DataPosition(SampleOrder(0, (40,)), (TEXT,))
