@@ -80,8 +80,7 @@ def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, str,
         if not _may_differ(name, their, our):
             return _typed(name, their), _typed(name, our), "start all processes with the same options"
     if ours["folder"] and not _is_same_folder(theirs["folder"], ours["folder"]):
-        their, our = (f"the folder {found['folder']['resolved']}" for found in (theirs, ours))
-        return their, our, "name the same folder with --out"
+        return _shown_folder(theirs), _shown_folder(ours), "name the same folder with --out"
     return None
 
 
@@ -104,6 +103,13 @@ def _typed(name: str, value: Any) -> str:
         return f"--{option}" if value else f"--no-{option}"
     words = value if isinstance(value, list) else [value]
     return shortened(" ".join((f"--{option}", *(shlex.quote(str(word)) for word in words))), 120)
+
+
+def _shown_folder(facts: dict[str, Any]) -> str:
+    """Describes the folder of a run with the option as it is typed, if it is, and what that refers to."""
+    folder = facts["folder"] or dict.fromkeys(("typed", "resolved"), "none")
+    named = f"--out {folder['typed']}" if facts["settings"].get(OUT) else f"no --out and the folder {folder['typed']}"
+    return named if folder["typed"] == folder["resolved"] else f"{named} ({folder['resolved']})"
 
 
 def _described_folder(folder: Path | None) -> dict[str, str] | None:

@@ -106,14 +106,15 @@ def test_a_folder_may_be_spelled_in_several_ways_but_not_be_another(
     for name in names:
         check_same_settings(replace(Config(), out=Path(name)))
     assert len(meeting) == len(names)
-    with pytest.raises(
-        UserError, match=r"process 4 has the folder \S+/round/a, and process 0 has the folder \S+runs/a"
-    ):
+    said = rf"process 4 has --out round/a \({tmp_path}/round/a\), and process 0 has --out runs/a \({tmp_path}/runs/a\)"
+    with pytest.raises(UserError, match=said):
         check_same_settings(replace(Config(), out=Path("round/a")))
     del meeting[1:]
     monkeypatch.chdir(tmp_path / "runs")
     # On one machine this is another folder; on another, the shared one may be mounted elsewhere.
-    said = rf"process 1 has the folder {tmp_path}/runs/runs/a, and process 0 has the folder {tmp_path}/runs/a: name the"
+    said = (
+        rf"process 1 has --out runs/a \({tmp_path}/runs/runs/a\), and process 0 has --out runs/a \({tmp_path}/runs/a\)"
+    )
     with pytest.raises(UserError, match=said):
         check_same_settings(replace(Config(), out=Path("runs/a")))
     del meeting[1:]
@@ -125,7 +126,8 @@ def test_a_folder_that_results_without_out_is_compared(meeting: list[str]) -> No
     """Each name has its own numbers, so one process might write to runs/gpt-1 and another to runs/bert-7."""
     check_same_settings(Config(), Path("runs/gpt-N"))
     check_same_settings(Config(), Path("runs/gpt-N"))
-    with pytest.raises(UserError, match=r"process 2 has the folder \S+/bert-N, and process 0 has the folder \S+/gpt-N"):
+    said = r"process 2 has no --out and the folder runs/bert-N \(/\S+\), and process 0 has .* runs/gpt-N \(/\S+\): name"
+    with pytest.raises(UserError, match=said):
         check_same_settings(Config(), Path("runs/bert-N"))
 
 
