@@ -432,23 +432,11 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Class
                 yield from (m for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_"))
 
 
-SHARED_CLASS_NAMES = {
-    "Options": "the options of a command, in the module of each",
-    **dict.fromkeys(
-        ("MLP", "Experts", "Mamba", "LatentAttention", "CrossAttention", "RelativeBias", "BlockAttention", "BlockMLP"),
-        "a component of a model: computed in models, counted in analysis",
-    ),
-    "Stack": "a stack of layers: computed in models, counted in analysis",
-}
-"""Public classes that have one name in several files, and what they have in common."""
-
-
 def test_no_class_name_stands_for_two_things() -> None:
-    files: dict[str, list[str]] = {}
+    """`Options` aside: the options of a command, in the module of each."""
+    files: dict[str, set[str]] = {}
     for path, tree in trees().items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files.setdefault(node.name, []).append(module_of(path))
-    shared = {name: modules for name, modules in files.items() if len(modules) > 1}
-    assert not {name: modules for name, modules in shared.items() if name not in SHARED_CLASS_NAMES}
-    assert set(SHARED_CLASS_NAMES) <= set(shared), "these names stand for one class again"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, set()).add(module_of(path))
+    assert {name: where for name, where in files.items() if len(where) > 1 and name != "Options"} == {}

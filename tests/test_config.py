@@ -432,7 +432,7 @@ def another_value(name: str, value: Any) -> Any:
 def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: dataclasses.Field[Any]) -> None:
     """What `--resume` and `--init-from` compare: a setting that is new is among them by itself."""
     needs = {name: values[0] for name, values in setting_of(field).shapes or ()}
-    family = next((name for name in FAMILIES if field.name in family_of(name).own), None)
+    family = next((name for name in FAMILIES if field.name in family_of(name).settings), None)
     family = family or PLACES[needs.get("position", "learned")]
     ours = config.replace(Config(), vocab_size=100, **({"family": family} | needs)).model
     theirs = dataclasses.replace(ours, **{field.name: another_value(field.name, getattr(ours, field.name))})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtjax.commands.select import Options, _rows
-from mtjax.data.commands.clean import _read_ids
+from mtjax.data.cleaning.removal_list import read_removal_list
 from mtjax.data.corpus.documents import text_of
 from mtjax.data.corpus.reader import chunks
 from mtjax.data.json_lines import surrogate_in
@@ -92,7 +92,7 @@ def test_halves_are_found_wherever_they_are():
 
 def test_lists_of_ids_and_keys_skip_a_byte_order_mark(tmp_path):
     (tmp_path / "list").write_bytes(b"\xef\xbb\xbfone\r\n two \xe2\x80\xa8 three\n\n")
-    assert _read_ids([tmp_path / "list"]) == {"one", "two \u2028 three"}
+    assert read_removal_list([tmp_path / "list"]).texts == {"one", "two \u2028 three"}
     assert read_keys(tmp_path / "list", {}) == ["one", "two \u2028 three"]
 
 

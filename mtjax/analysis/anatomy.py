@@ -14,7 +14,7 @@ from mtjax.layout.stacks import LayerStack
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Stack(LayerStack):
+class StackParts(LayerStack):
     """A stack of equal layers with the components of one."""
 
     hidden: int
@@ -29,7 +29,7 @@ class Stack(LayerStack):
     """The setting parallel_residual: whether the components read the same hidden states."""
 
     @classmethod
-    def of(cls, stack: LayerStack, model: Model, *parts: Part) -> "Stack":
+    def of(cls, stack: LayerStack, model: Model, *parts: Part) -> "StackParts":
         """Returns a model's stack with the components of a layer."""
         rest = {"hidden": model.hidden_size, "parts": parts, "parallel": layer_parallel(model, stack.path)}
         return cls(**vars(stack), **rest, norms_outputs=norms_outputs(model))
@@ -68,7 +68,7 @@ class Stack(LayerStack):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Predictors(Stack):
+class Predictors(StackParts):
     """Layers of multi-token prediction, which are not stacked: each is a module of its own, and runs with the head. The
     first component of a layer combines its inputs."""
 
@@ -94,7 +94,7 @@ class Anatomy:
 
     model: Model
     embed: tuple[Part, ...]
-    stacks: tuple[Stack, ...]
+    stacks: tuple[StackParts, ...]
     head: tuple[Part, ...]
     predictors: Predictors | None = None
     """Layers of multi-token prediction; their lookups and losses are among the components of the head."""
@@ -106,7 +106,7 @@ class Anatomy:
         return (*(w for part in self.outside for w in part.weights), *ahead)
 
     @property
-    def all_stacks(self) -> tuple[Stack, ...]:
+    def all_stacks(self) -> tuple[StackParts, ...]:
         """The stacks, and the layers of multi-token prediction."""
         return (*self.stacks, *([self.predictors] if self.predictors else []))
 
@@ -116,7 +116,7 @@ class Anatomy:
         return (*self.embed, *self.head)
 
     @property
-    def sections(self) -> tuple[tuple[Stack, ...], ...]:
+    def sections(self) -> tuple[tuple[StackParts, ...], ...]:
         """The stacks of each section: sections run one after the other, the layers of a section by their numbers."""
         of_one_section = tuple(stack for stack in self.stacks if stack.among is not None)
         return (of_one_section,) if of_one_section else tuple((stack,) for stack in self.stacks)
@@ -127,7 +127,7 @@ class Anatomy:
         return int(any(part.is_read_by_layers for part in self.embed))
 
     @property
-    def decoder_stacks(self) -> tuple[Stack, ...]:
+    def decoder_stacks(self) -> tuple[StackParts, ...]:
         """The stacks of the decoder, which generation runs for every token."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
 
@@ -137,7 +137,7 @@ class Anatomy:
         stacked = [w for stack in self.stacks for w in stack.weights]
         return (*self.outside_weights, *stacked)
 
-    def is_frozen(self, part: Part, stack: Stack | None = None) -> bool:
+    def is_frozen(self, part: Part, stack: StackParts | None = None) -> bool:
         """Returns whether a component has no trained weights but adapters; one without weights is as the embedding."""
         if self.model.lora_rank:
             return True
@@ -145,7 +145,7 @@ class Anatomy:
         names = [f"{path}{weight.name}" for weight in part.weights] or ["embedding"]
         return not any(is_trainable(self.model, name) for name in names)
 
-    def frozen_parts(self, stack: Stack) -> tuple[bool, ...]:
+    def frozen_parts(self, stack: StackParts) -> tuple[bool, ...]:
         """Returns `is_frozen` of each component of a layer."""
         return tuple(self.is_frozen(part, stack) for part in stack.parts)
 
@@ -162,7 +162,7 @@ class Anatomy:
         """Number of the first layer that has a backward pass, also where nothing below the layers is trained."""
         return min(stack.layer_numbers[stack.idle] for stack in self.stacks if stack.idle < stack.layers)
 
-    def learns_before(self, stack: Stack, part: Part) -> bool:
+    def learns_before(self, stack: StackParts, part: Part) -> bool:
         """Returns whether a weight before a component is trained: below the layers, in its layer, or in the layers of
         another stack, if the first layer is one of those."""
         before = stack.parts[: stack.parts.index(part)]
@@ -170,7 +170,7 @@ class Anatomy:
         weights = [w for p in before for w in (*p.weights, *p.shared_weights)]
         return self.learns_below or is_above or any(is_trainable(self.model, w.name) for w in weights)
 
-    def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
+    def layer_parts(self) -> Iterator[tuple[StackParts, Part]]:
         """Returns the components of a layer of every stack."""
         return ((stack, part) for stack in self.stacks for part in stack.parts)
 

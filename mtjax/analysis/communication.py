@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
@@ -153,7 +153,7 @@ LEARNING = "learning_layers"
 """Symbol of the layers of a stack that have a backward pass."""
 
 
-def without_idle(line: Expectation, stack: Stack) -> Expectation:
+def without_idle(line: Expectation, stack: StackParts) -> Expectation:
     """Returns a line of a stack some of whose layers have no backward pass."""
     if line.phase not in (LAYER_BACKWARD, LAYER_RECOMPUTE):
         return line
@@ -194,7 +194,7 @@ def over_stage_lines(
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
 
 
-def section_ticks(anatomy: Anatomy, stack: Stack) -> str:
+def section_ticks(anatomy: Anatomy, stack: StackParts) -> str:
     """Returns the word for the ticks in which a stage runs layers of a stack's section: of several sections a tick runs
     one, and idle ticks the first."""
     return "ticks" if len(anatomy.sections) == 1 else f"{stack.side or 'encoder_'}ticks"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.counts import on_device, zero_axes, zero_degree
 from mtjax.analysis.memory import saved_per_loop
 from mtjax.analysis.parts.part import Weight
@@ -86,7 +86,7 @@ def copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     return found
 
 
-def copies_in_turn(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
+def copies_in_turn(stack: StackParts, model: Model, plan: Plan) -> list[Copy]:
     """Returns the copies for one layer and microbatch, forward and backward."""
     parameters = _parameters(stack, model, plan.layout(model), plan.mesh)
     found = list(_sent(parameters, plan))
@@ -107,7 +107,7 @@ def copies_in_step(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     return found
 
 
-def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
+def _saved(stack: StackParts, plan: Plan) -> Iterator[Copy]:
     """Yields copies of saved activations into stacks and slots, and out of them."""
     layers = layers_in_chunk(stack, plan)
     in_slots = plan.is_staged and plan.recompute != "full"
@@ -122,7 +122,7 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
             yield Copy(SAVED, 2 * size, 2 / layers)
 
 
-def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int:
+def _launches(stack: StackParts, parameters: Sequence[_Parameter], plan: Plan) -> int:
     """Returns the kernels of a layer that take no longer than a launch, besides those that copy."""
     # These are the counters of loops, reads of vectors from their stacks, the last sums of vectors' gradients,
     # statistics of norms, and dropout's keys.
@@ -245,7 +245,7 @@ def _accumulated(parameter: _Parameter, plan: Plan) -> float:
 
 
 @cache
-def _parameters(stack: Stack, model: Model, layout: Layout, mesh: MeshShape) -> tuple[_Parameter, ...]:
+def _parameters(stack: StackParts, model: Model, layout: Layout, mesh: MeshShape) -> tuple[_Parameter, ...]:
     """Returns the parameters of a layer on a device."""
 
     def parameter(weight: Weight) -> _Parameter:

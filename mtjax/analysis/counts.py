@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.parts.part import Weight
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable, trains_all
@@ -213,18 +213,18 @@ def _trainable_counts(anatomy: Anatomy, plan: Plan, stage: int) -> Counts:
 
 
 @cache
-def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
+def layer_counts(stack: StackParts, layout: Layout, mesh: MeshShape) -> Counts:
     """Counts the elements of one layer of a stack on a device."""
     return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
 
 
-def largest_part(anatomy: Anatomy, stack: Stack, plan: Plan) -> int:
+def largest_part(anatomy: Anatomy, stack: StackParts, plan: Plan) -> int:
     """Returns the trainable elements on a device of the largest component of a layer."""
     return _largest_part(anatomy, stack, plan.shards)
 
 
 @cache
-def _largest_part(anatomy: Anatomy, stack: Stack, plan: Plan) -> int:
+def _largest_part(anatomy: Anatomy, stack: StackParts, plan: Plan) -> int:
     layout = plan.layout(anatomy.model)
     trainable = [[w for w in part.weights if is_trainable(anatomy.model, w.name)] for part in stack.parts]
     return max(counts(weights, layout, plan.mesh).all for weights in trainable)

@@ -7,7 +7,7 @@ as the vocabulary.
 
 from collections.abc import Iterator
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.analysis.parts.table_width import TABLE_WIDTH
@@ -46,7 +46,7 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
     return Contract("decoding", lines)
 
 
-def _reduced(stack: Stack) -> int:
+def _reduced(stack: StackParts) -> int:
     """Returns the sublayers of a layer whose outputs the tensor parallel ranks add up."""
     return sum(part.reduces_output for part in stack.parts)
 

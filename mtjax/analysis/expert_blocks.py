@@ -7,9 +7,9 @@ The kernels of a block (`mtjax.models.kernels.grouped`) were read off programs c
 import math
 from typing import NamedTuple
 
-from mtjax.analysis.anatomy import Stack
+from mtjax.analysis.anatomy import StackParts
 from mtjax.analysis.copies import Copy
-from mtjax.analysis.parts.experts import Experts
+from mtjax.analysis.parts.experts import ExpertsPart
 from mtjax.config import Model
 from mtjax.config.sizes import expert_capacity
 from mtjax.layout.plan import Plan
@@ -32,31 +32,31 @@ def expert_blocks(model: Model, plan: Plan) -> ExpertBlocks:
     capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
     # A rank's experts get the tokens of all expert parallel ranks, and with equal loads each expert the same number.
     pairs = ways * tokens * model.experts_top_k
-    each, places = pairs / model.num_experts, pairs
+    each, rows_of_pairs = pairs / model.num_experts, pairs
     if capacity is not None:
         each = min(each, ways * plan.local_tokens(capacity))
-        places = model.num_experts * min(plan.microbatch_size * capacity, tokens) if ways > 1 else pairs
-    return blocks_of(places, model.num_experts, ways, each)
+        rows_of_pairs = model.num_experts * min(plan.microbatch_size * capacity, tokens) if ways > 1 else pairs
+    return blocks_of(rows_of_pairs, model.num_experts, ways, each)
 
 
-def blocks_of(places: int, experts: int, ways: int, each: float | None = None) -> ExpertBlocks:
+def blocks_of(rows_of_pairs: int, experts: int, ways: int, each: float | None = None) -> ExpertBlocks:
     """Returns a rank's blocks of an equal load.
 
     Args:
-      places: for pairs of a token and an expert that all ranks with the experts of a layer read.
+      rows_of_pairs: rows for pairs of a token and an expert that all ranks with the experts of a layer read.
       experts: of a layer.
       ways: expert parallel degree.
-      each: pairs of an expert; its share of the places when None.
+      each: pairs of an expert; its share of the rows when None.
     """
     # A power of two, as `Blocks.rows` of the kernel: the formula must not have blocks that the program does not.
-    share = places // (experts * BLOCKS_OF_AN_EXPERT)
+    share = rows_of_pairs // (experts * BLOCKS_OF_AN_EXPERT)
     rows = min(max(1 << max(share.bit_length() - 1, 0), SHORTEST), LONGEST)
-    return ExpertBlocks(rows, experts // ways * math.ceil((places / experts if each is None else each) / rows))
+    return ExpertBlocks(rows, experts // ways * math.ceil((rows_of_pairs / experts if each is None else each) / rows))
 
 
-def block_copies(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
+def block_copies(stack: StackParts, model: Model, plan: Plan) -> list[Copy]:
     """Returns what the blocks of one layer and microbatch copy, forward and backward, on the rank with most."""
-    part = next((part for part in stack.parts if isinstance(part, Experts)), None)
+    part = next((part for part in stack.parts if isinstance(part, ExpertsPart)), None)
     if part is None:
         return []
     blocks, c, here = expert_blocks(model, plan), plan.element_bytes, part.count // plan.mesh.expert

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
@@ -55,7 +55,7 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
     return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
 
-def products_in_8_bits(stack: Stack, model: Model, plan: Plan) -> list[str]:
+def products_in_8_bits(stack: StackParts, model: Model, plan: Plan) -> list[str]:
     """Returns the matmuls of a stack's layer in 8 bits, by the paths of their weights."""
     names = [f"{w.name}." for part in stack.parts for w in part.weights]
     every = float8_products(model, plan.mesh.model)
@@ -124,7 +124,7 @@ def counts_in_8_bits(weights: Iterable[Weight], model: Model, plan: Plan) -> Cou
     return _counts_in_8_bits(tuple(weights), model, plan) if _quantizes_once(model, plan) else Counts()
 
 
-def layer_bytes(stack: Stack, model: Model, plan: Plan) -> float:
+def layer_bytes(stack: StackParts, model: Model, plan: Plan) -> float:
     """Returns the bytes of a layer's parameters on a device, gathered by ZeRO-3."""
     eight = counts_in_8_bits([w for part in stack.parts for w in part.weights], model, plan).all
     return plan.element_bytes * (layer_counts(stack, plan.layout(model), plan.mesh).all - eight) + eight
@@ -165,7 +165,7 @@ def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     return [line for stack in anatomy.stacks for line in _tensorwise_of(stack, anatomy, plan)]
 
 
-def _tensorwise_of(stack: Stack, anatomy: Anatomy, plan: Plan) -> list[Expectation]:
+def _tensorwise_of(stack: StackParts, anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     """Returns the lines of `_tensorwise` of one stack."""
     products = products_in_8_bits(stack, anatomy.model, plan)
     columns = sum(path.endswith((".qkv", ".up")) for path in products)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mtjax.analysis.anatomy import Anatomy, Predictors, Stack, anatomy_of
+from mtjax.analysis.anatomy import Anatomy, Predictors, StackParts, anatomy_of
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Part, Product, unrepeated
@@ -28,17 +28,17 @@ from mtjax.layout.timetable import num_ticks
 SECONDS_PER_DAY = 86_400
 
 
-def products_flops(stack: Stack) -> float:
+def products_flops(stack: StackParts) -> float:
     """Returns the forward FLOPs of one layer's matmuls with weights, for a sample."""
     return sum(product.flops for part in stack.parts for product in part.products())
 
 
-def core_flops(stack: Stack, *, causal: bool = False) -> float:
+def core_flops(stack: StackParts, *, causal: bool = False) -> float:
     """Returns the forward FLOPs of one layer's attention core (scores and values), for a sample: `4sq` per token."""
     return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
 
 
-def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
+def once_more_flops(stack: StackParts, plan: Plan, *, saves_products: bool) -> float:
     """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first, and
     those of scans and the second of adapters, which are not saved with the products with weights.
 
@@ -62,12 +62,12 @@ def times_again(part: Part, plan: Plan, *, saves_products: bool) -> Callable[[Pr
     return lambda product: product.again + (scans if product.in_scan and not product.is_unread else 0)
 
 
-def _gradients_less(stack: Stack) -> float:
+def _gradients_less(stack: StackParts) -> float:
     """Returns the FLOPs of one layer's matmuls, for a sample, that their gradients have fewer than twice as many."""
     return sum((2 - product.gradients) * product.flops for part in stack.parts for product in part.products())
 
 
-def routing_again(stack: Stack, plan: Plan) -> float:
+def routing_again(stack: StackParts, plan: Plan) -> float:
     """Returns the forward FLOPs of one layer's routers that are duplicated over tensor parallel ranks, for a sample.
 
     None with sequence parallelism, where each rank routes its tokens.
@@ -80,7 +80,7 @@ def _again(products: Sequence[Product], plan: Plan) -> float:
     return 0.0 if plan.sequence_parallel else (plan.mesh.model - 1) * sum(p.flops for p in products if p.is_repeated)
 
 
-def layer_flops(stack: Stack, *, causal: bool = False) -> float:
+def layer_flops(stack: StackParts, *, causal: bool = False) -> float:
     """Returns the forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
     return products_flops(stack) + core_flops(stack, causal=causal)
 
@@ -134,7 +134,7 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
 
-def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
+def frozen_flops(anatomy: Anatomy, stack: StackParts) -> float:
     """Returns the FLOPs of weight gradients of one layer that frozen weights omit, for a sample."""
     if trains_all(anatomy.model):
         return 0.0
@@ -144,7 +144,7 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
     return sum(product.flops for product in frozen if not product.in_scan)
 
 
-def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def frozen_again(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns `frozen_flops` of what is duplicated over tensor parallel ranks, without the first rank's."""
     if not anatomy.model.lora_rank:
         return 0.0
@@ -152,7 +152,7 @@ def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     return _again([product for product in products if not product.is_adapter], plan)
 
 
-def repeated_flops(stack: Stack, tensor_degree: int) -> float:
+def repeated_flops(stack: StackParts, tensor_degree: int) -> float:
     """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
 
     Those of A in column-parallel adapters, and of B in row-parallel ones.
@@ -278,7 +278,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan) -> float:
     return total * plan.stages / m
 
 
-def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def _unread_flops(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the FLOPs of a layer's backward pass, for a sample, that nothing reads in the first layer above a frozen
     embedding (LoRA): input gradients, and everything up to the first component with adapters."""
     if anatomy.learns_below or not anatomy.model.lora_rank:
@@ -302,7 +302,7 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     return flops
 
 
-def _computed_core_flops(stack: Stack, plan: Plan) -> float:
+def _computed_core_flops(stack: StackParts, plan: Plan) -> float:
     """Returns `core_flops` of the blocks that are computed, of a causal model: with context parallelism c+1 of 2c,
     otherwise those of `computed_share`."""
     full, is_causal = core_flops(stack), all(p.scores.is_causal for p in stack.parts if p.scores)
@@ -314,7 +314,7 @@ def _computed_core_flops(stack: Stack, plan: Plan) -> float:
     return sum(computed_share(p.scores, plan) * p.scores.flops() for p in stack.parts if p.scores)
 
 
-def _deduplicated_score_flops(stack: Stack, plan: Plan) -> float:
+def _deduplicated_score_flops(stack: StackParts, plan: Plan) -> float:
     """Returns the FLOPs of scores, for a sample, that XLA computes once for both the recompute and the backward pass.
 
     XLA: of attention in blocks, scores that no loop computes block by block (CSE): those of a rank's own keys, and in a
@@ -354,7 +354,7 @@ def _over_context(anatomy: Anatomy, degree: int) -> Anatomy:
     return replace(anatomy, stacks=stacks, head=tuple(part.over_context(degree) for part in anatomy.head))
 
 
-def stack_over_context(stack: Stack, degree: int) -> Stack:
+def stack_over_context(stack: StackParts, degree: int) -> StackParts:
     """Returns a stack with the work of all context parallel ranks together."""
     return replace(stack, parts=tuple(part.over_context(degree) for part in stack.parts))
 

@@ -1,13 +1,13 @@
 """Gradients that finetuning with adapters does not compute: those of inputs below which all weights are frozen."""
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.config.layer_pattern import LayerRun, loops_of_pattern
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import layers_in_chunk, order_in_plan
 from mtjax.layout.timetable import timetable
 
 
-def unread_gradients(anatomy: Anatomy, stack: Stack, plan: Plan, chunks: int) -> int:
+def unread_gradients(anatomy: Anatomy, stack: StackParts, plan: Plan, chunks: int) -> int:
     """Returns how often the compiler drops the gradient of the first layer's input, if nothing below it is trained: of
     the first layer with adapters, where layers before it have none.
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.copies import FLOAT32
 from mtjax.analysis.expert_blocks import blocks_of
 from mtjax.analysis.float8 import float8_bytes, is_float8
@@ -22,7 +22,7 @@ from mtjax.layout.plan import Plan
 
 @cache
 def layer_seconds(
-    stack: Stack, plan: Plan, machine: Machine, software: Software, frozen: tuple[bool, ...] = ()
+    stack: StackParts, plan: Plan, machine: Machine, software: Software, frozen: tuple[bool, ...] = ()
 ) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise.
 
@@ -67,7 +67,7 @@ def layer_seconds(
 
 
 @cache
-def layer_forward_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
+def layer_forward_seconds(stack: StackParts, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of one layer and microbatch, forward."""
     stack = _with_context(stack, plan)
     products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
@@ -77,12 +77,12 @@ def layer_forward_seconds(stack: Stack, plan: Plan, machine: Machine, software: 
     return products + cores + machine.passes(moved) + looped
 
 
-def _with_context(stack: Stack, plan: Plan) -> Stack:
+def _with_context(stack: StackParts, plan: Plan) -> StackParts:
     """Returns a stack with what context parallel ranks compute besides their share of a layer."""
     return stack_over_context(stack, plan.mesh.context) if plan.context_parallelism else stack
 
 
-def _layer_products(stack: Stack, plan: Plan) -> list[Product]:
+def _layer_products(stack: StackParts, plan: Plan) -> list[Product]:
     return [product for part in stack.parts for product in _products(part, plan)]
 
 
@@ -92,7 +92,7 @@ def _products(part: Part, plan: Plan) -> list[Product]:
     return [product for product in part.products(plan.mesh.model) if not (has_kernels and product.in_scan)]
 
 
-def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
+def _layer_cores(stack: StackParts, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
     """Seconds of the core of each attention, forward and backward."""
     return [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
 

@@ -1,11 +1,11 @@
 """Time of the loops and scans within a layer (`mtjax.analysis.parts.loop`, `scan_kernels`)."""
 
-from mtjax.analysis.anatomy import Stack
+from mtjax.analysis.anatomy import StackParts
 from mtjax.analysis.machine import Machine
 from mtjax.layout.plan import Plan
 
 
-def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, float]:
+def loop_seconds(stack: StackParts, plan: Plan, machine: Machine) -> tuple[float, float]:
     """Returns the seconds of the loops of one layer, forward, and backward with the recompute."""
     forward = backward = 0.0
     for loop in (loop for part in stack.parts for loop in part.step_loops(plan)):
@@ -18,7 +18,7 @@ def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
     return forward, backward
 
 
-def scan_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, float]:
+def scan_seconds(stack: StackParts, plan: Plan, machine: Machine) -> tuple[float, float]:
     """Returns the seconds of the kernels of scans that are known one by one, forward, and backward with what it
     computes again."""
     known = [kernels for part in stack.parts if (kernels := part.scan_kernels(plan)) is not None]

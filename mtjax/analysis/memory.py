@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
+from mtjax.analysis.anatomy import Anatomy, Predictors, StackParts
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes
@@ -16,7 +16,7 @@ from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, mod
 from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
 from mtjax.analysis.parts.attention import PROBABILITIES, STATISTICS
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
-from mtjax.analysis.parts.shared_block import Block
+from mtjax.analysis.parts.shared_block import BlockPart
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
 from mtjax.analysis.pattern_memory import (
     block_copies,
@@ -46,7 +46,7 @@ STAGE_INPUTS = "stage inputs"
 STAGE_OUTPUTS = "stage outputs"
 
 
-def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
+def layer_activations(stack: StackParts, plan: Plan) -> dict[str, float]:
     """Returns the activations that one layer saves of one microbatch without recompute, by kind, in bytes.
 
     Megatron's fused kernels: `sbh (10 + 24/t + 5as/(ht))` in GPT-2; all of it over t with sequence parallelism; flash
@@ -185,7 +185,7 @@ def _gradients_below(anatomy: Anatomy, plan: Plan) -> float:
     if anatomy.predictors is not None or len(anatomy.sections) > 1:
         return 0.0
     tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
-    parts = [part for part in anatomy.embed if not isinstance(part, Block)]
+    parts = [part for part in anatomy.embed if not isinstance(part, BlockPart)]
     below = [w for part in parts for w in part.weights if w not in tied]
     trainable = [w for w in below if is_trainable(anatomy.model, w.name)]
     held, trained = (counts_of(weights, plan.layout(anatomy.model), plan.mesh) for weights in (below, trainable))
@@ -219,8 +219,8 @@ def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_vectors
     if plan.unrolled and plan.zero == 3:
         sharded = counts.layer_matrices + counts.layer_vectors
-        own = counts.layer_matrices / plan.zero_degree if plan.fp8 == "none" else 0.0
-        cast = counts.in_layers - sharded + own
+        scales = counts.layer_matrices / plan.zero_degree if plan.fp8 == "none" else 0.0
+        cast = counts.in_layers - sharded + scales
     else:
         cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
     return plan.element_bytes * cast + plan.precision.weights * others + plan.precision.matrices * tables
@@ -258,7 +258,7 @@ def _saved_in_slots(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     return dict(saved)
 
 
-def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
+def _saved_in_chunk(section: Sequence[StackParts], plan: Plan) -> dict[str, float]:
     """Returns the bytes that a chunk's backward half reads, by kind; with full recompute, after its recompute."""
     saved: Counter[str] = Counter()
     for stack in section:
@@ -284,7 +284,7 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     return peak
 
 
-def _saved(stack: Stack, plan: Plan) -> dict[str, float]:
+def _saved(stack: StackParts, plan: Plan) -> dict[str, float]:
     """Returns the bytes that a stage's layers save of one microbatch, by kind."""
     layers, kinds = stack.learning_layers(plan.mesh.stage), layer_activations(stack, plan)
     if plan.recompute != "full":
@@ -295,18 +295,18 @@ def _saved(stack: Stack, plan: Plan) -> dict[str, float]:
     return {LAYER_INPUTS: inputs} | {name: (layers - recomputed) * size for name, size in others.items()}
 
 
-def saved_per_loop(stack: Stack, plan: Plan) -> dict[str, float]:
+def saved_per_loop(stack: StackParts, plan: Plan) -> dict[str, float]:
     """Returns the bytes that a loop over a stack's layers on a rank saves of a microbatch, by kind; with pipeline
     parallelism a loop over a chunk's."""
     return _saved_in_chunk((stack,), plan) if plan.is_staged else _saved(stack, plan)
 
 
-def _stream_bytes(stack: Stack, plan: Plan) -> float:
+def _stream_bytes(stack: StackParts, plan: Plan) -> float:
     """Returns the bytes of a microbatch's residual stream between sublayers."""
     return plan.element_bytes * plan.microbatch_size * _stream_elements(stack, plan)
 
 
-def _stream_elements(stack: Stack, plan: Plan) -> float:
+def _stream_elements(stack: StackParts, plan: Plan) -> float:
     """Returns the elements of a sample's residual stream on a device, between sublayers."""
     return stack.tokens * stack.hidden / plan.mesh.context / (plan.mesh.model if plan.splits_stream else 1)
 
@@ -333,7 +333,7 @@ def _unreduced_gradients(anatomy: Anatomy, plan: Plan) -> float:
     return plan.precision.gradients * counts_of(trainable, plan.layout(anatomy.model), plan.mesh).all
 
 
-def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def _workspace(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the bytes that a layer's backward pass needs in addition to its saved activations."""
     kinds = layer_activations(stack, plan)
     gathered = gathered_bytes(anatomy, stack, plan) if plan.zero == 3 and plan.zero_degree > 1 else 0.0
@@ -354,7 +354,7 @@ def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
     return plan.recompute_group * sum(kinds.values()) if is_grouped else 0
 
 
-def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> float:
+def _jax_workspace(stack: StackParts, plan: Plan, kinds: Mapping[str, float]) -> float:
     """Returns the peak bytes of a layer's backward pass in JAX: in attention's, or in the MLP's, which comes before."""
     c = plan.element_bytes
     # XLA: a loop over layers copies a layer's saved activations out of their stacks, or recomputes them; with full
@@ -372,7 +372,7 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
     return copied + stream + parts_peak(stack, plan)
 
 
-def _read_in_place(stack: Stack, plan: Plan) -> Mapping[str, float]:
+def _read_in_place(stack: StackParts, plan: Plan) -> Mapping[str, float]:
     """Returns the saved activations, by kind, of a single layer, which no loop copies: {} where there are several, also
     as chunks of an interleaved pipeline, and without what is recomputed. Layers of multi-token prediction are single
     ones."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.counts import Counts, layer_counts
 from mtjax.analysis.float8 import layer_bytes
 from mtjax.analysis.model_states import States, model_states
@@ -16,7 +16,7 @@ from mtjax.config.layer_pattern import joined_loops
 from mtjax.layout.plan import Plan
 
 
-def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def waiting_bytes(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the bytes that weight gradients of other kinds of layers still read while a layer of `stack` is at
     work."""
     # XLA: delays weight gradients, up to the end of an iteration of the loop, to overlap them with collectives. With
@@ -28,7 +28,7 @@ def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     return sum(max(_pending(part, stack.hidden, plan) for part in other.parts) for other in others)
 
 
-def late_probabilities(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def late_probabilities(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the bytes of recomputed probabilities, in the compute dtype, that the gradient of values reads after the
     scores' gradient has been computed."""
     # XLA: in patterns with prefetch, without tensor parallel collectives; read off a program with full recompute.
@@ -59,10 +59,10 @@ def prefetched_bytes(anatomy: Anatomy, plan: Plan) -> float:
     return layer_bytes(last, anatomy.model, plan) if joined_loops(pattern)[0].times > 1 else 0.0
 
 
-def gathered_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def gathered_bytes(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
-    model, own = anatomy.model, layer_bytes(stack, anatomy.model, plan)
+    model, of_layer = anatomy.model, layer_bytes(stack, anatomy.model, plan)
     has_others = bool(model.layer_pattern) and len(anatomy.stacks) > 1
     in_flight = plan.precision.gradients if plan.overlaps_data(model) or has_others else 0
     before = anatomy.stacks if has_others else (stack,)
@@ -70,9 +70,9 @@ def gathered_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     # Gradients that are sent in 16 bits are not converted: their memory is free before the layer's own are computed.
     is_free = plan.precision.reduced < plan.precision.gradients
     if not is_free or not is_mixed(anatomy, plan):
-        return 2 * own + gradients
+        return 2 * of_layer + gradients
     below = {low for low, letter in pairwise(stack.pattern) if letter == stack.letter}
-    return own + max((layer_bytes(one, model, plan) for one in anatomy.stacks if one.letter in below), default=0.0)
+    return of_layer + max((layer_bytes(one, model, plan) for one in anatomy.stacks if one.letter in below), default=0.0)
 
 
 def shared_states(anatomy: Anatomy, plan: Plan, held: Counts, trainable: Counts) -> list[States]:

@@ -40,17 +40,21 @@ def exposed_in_pattern(
     every = sum(elements[letter] for letter in pattern)
     # By elements, so each letter's latency is added: a small layer's collective does not take a share of a large one's.
     gathers, again, sums = (
-        {letter: part * own / every + (latency if part else 0.0) for letter, own in elements.items()} for part in sent
+        {
+            letter: part * letter_elements / every + (latency if part else 0.0)
+            for letter, letter_elements in elements.items()
+        }
+        for part in sent
     )
     ahead = 1 / (4 if plan.recompute == "full" else 3)
     exposed = gathers[pattern[0]] + sums[pattern[0]]
-    exposed += sum(max(0.0, gathers[after] - ahead * computing[own]) for own, after in pairwise(pattern))
+    exposed += sum(max(0.0, gathers[after] - ahead * computing[letter]) for letter, after in pairwise(pattern))
     # In its backward pass each iteration of a loop gathers the layer below it; the first iteration, which has none
     # below, gathers one in vain.
     first = joined_loops(pattern)[0]
     below = (first.unit[-1] if first.times > 1 else None, *pattern[:-1])
-    for own, under, above in zip(pattern, below, (*pattern[1:], None), strict=True):
-        back = (1 - ahead) * computing[own]
+    for letter, under, above in zip(pattern, below, (*pattern[1:], None), strict=True):
+        back = (1 - ahead) * computing[letter]
         exposed += _behind(plan, back, sums[above] if above else 0.0, again[under] if under else 0.0)
     return exposed
 

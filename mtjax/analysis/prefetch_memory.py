@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.counts import layer_counts
 from mtjax.analysis.float8 import layer_bytes
 from mtjax.analysis.parts.attention import (
@@ -44,7 +44,7 @@ def backward_peak(part: Part, plan: Plan) -> float:
     return part.backward_peak_bytes(plan)
 
 
-def parts_peak(stack: Stack, plan: Plan, peak_of: Callable[[Part, Plan], float] = backward_peak) -> float:
+def parts_peak(stack: StackParts, plan: Plan, peak_of: Callable[[Part, Plan], float] = backward_peak) -> float:
     """Returns the bytes at the peak of a layer's components, with what waits for those before, or of those after."""
     pairs = sum(part.scores.pairs for part in stack.parts if part.scores) if plan.keeps_scores else 0
     scores = plan.element_bytes * pairs * plan.microbatch_size / plan.mesh.model
@@ -87,7 +87,7 @@ def peak_in_pattern(anatomy: Anatomy, plan: Plan, needed: Mapping[str, Kinds], s
     return peak
 
 
-def _layer_peak(anatomy: Anatomy, stack: Stack, plan: Plan, kinds: Kinds, in_place: Kinds) -> float:
+def _layer_peak(anatomy: Anatomy, stack: StackParts, plan: Plan, kinds: Kinds, in_place: Kinds) -> float:
     """Returns the bytes of a layer's backward pass, in a loop, or outside, where it reads `in_place` what was saved."""
     stream = kinds[NORM_INPUTS] / len(stack.sublayers)
     read = (*in_place, NORM_INPUTS) if in_place else ()
@@ -102,7 +102,7 @@ def _layer_peak(anatomy: Anatomy, stack: Stack, plan: Plan, kinds: Kinds, in_pla
     return parameters + copied + outputs + streams + parts_peak(stack, plan, partial(_peak, stack))
 
 
-def _peak(stack: Stack, part: Part, plan: Plan) -> float:
+def _peak(stack: StackParts, part: Part, plan: Plan) -> float:
     """Returns the peak bytes of a component's backward pass. That of attention, in a separate layer, is its scores', or
     that of its input gradient, which comes after: with the gathered input, and the output's gathered gradient, which
     the gradient of the output projection reads. Queries, keys and values have given way to their gradients by then."""
@@ -116,7 +116,7 @@ def _peak(stack: Stack, part: Part, plan: Plan) -> float:
     return max(at_scores, 3 * gathered - probability_bytes(part.scores, plan))
 
 
-def _parameters_and_gradients(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+def _parameters_and_gradients(anatomy: Anatomy, stack: StackParts, plan: Plan) -> float:
     """Returns the bytes of a layer's gathered parameters, and of the layer below's, or, before that is gathered, of the
     gradients of the layer above, in the type in which they are sent."""
     model, pairs = anatomy.model, list(pairwise(stack.pattern))

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
-from mtjax.analysis.parts.embedding import Lookup, Positions
+from mtjax.analysis.parts.embedding import LookupPart, PositionsPart
 from mtjax.config.adapters import is_trainable
 from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import output_is_tied
@@ -53,7 +53,7 @@ def block_counts(anatomy: Anatomy, plan: Plan, *, trained: bool = False) -> Coun
     return counts(chosen, plan.layout(anatomy.model), plan.mesh)
 
 
-def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:
+def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[StackParts], *, trained: bool = False) -> Counts:
     """Counts what a stage holds of a section's layers, without experts' matrices; if `trained`, of what is trained."""
     paths = tuple(f"{stack.path}.layers." for stack in section)
     weights = [weight for weight in stage_weights(anatomy, plan) if weight.name.startswith(paths)]
@@ -78,11 +78,11 @@ def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
 def _used_again(anatomy: Anatomy, plan: Plan) -> int:
     """Returns the elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
     layout, again = plan.layout(anatomy.model), 0
-    lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
+    lookups = sum(isinstance(part, LookupPart) for part in anatomy.embed)
     for part in anatomy.embed:
-        uses = len(set(part.sides)) if isinstance(part, Positions) else 1
+        uses = len(set(part.sides)) if isinstance(part, PositionsPart) else 1
         with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
-        uses = lookups + with_head if isinstance(part, Lookup) else uses
+        uses = lookups + with_head if isinstance(part, LookupPart) else uses
         held = counts(part.weights, layout, plan.mesh)
         # Each use of a table is in a branch of its own, which reduces what it has.
         again += (uses - 1) * (held.all - held.replicated)

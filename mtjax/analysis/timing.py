@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
@@ -149,8 +149,8 @@ def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Softwa
         return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
     alike = _alike(plan)
     longest = max(
-        _longest(own, plan, [(sum(_of_layer(anatomy, stack, alike, machine, software)),) for stack in own])
-        for own in anatomy.sections
+        _longest(section, plan, [(sum(_of_layer(anatomy, stack, alike, machine, software)),) for stack in section])
+        for section in anatomy.sections
     )
     ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
     return (1 - ROUNDING) * ticks * longest
@@ -171,16 +171,19 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
 
-    def of_layer(stack: Stack) -> tuple[float, ...]:
+    def of_layer(stack: StackParts) -> tuple[float, ...]:
         """Returns the seconds of one of its layers: products, attention, element-wise, copies."""
         made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
         return *_of_layer(anatomy, stack, alike, machine, software), _copies(made, machine, software)
 
-    each, places = [(own, list(map(of_layer, own))) for own in anatomy.sections], plan.mesh.stage * plan.chunks
-    means = [_added([stack.layers / places for stack in own], times) for own, times in each]
+    each, chunks_of_layers = (
+        [(section, list(map(of_layer, section))) for section in anatomy.sections],
+        plan.mesh.stage * plan.chunks,
+    )
+    means = [_added([stack.layers / chunks_of_layers for stack in section], times) for section, times in each]
     products, attention, element_wise, copied = (m * plan.chunks * sum(mean[i] for mean in means) for i in range(4))
     work = products + attention + element_wise + copied
-    longest = max(_longest(own, plan, times) for own, times in each)
+    longest = max(_longest(section, plan, times) for section, times in each)
     last = anatomy.sections[-1]
     forward = [(layer_forward_seconds(stack, alike, machine, software),) for stack in last]
     ahead = _longest(last, plan, forward)
@@ -224,13 +227,13 @@ def _added(counts: Iterable[float], times: Sequence[Sequence[float]]) -> list[fl
     return [sum(n * seconds for n, seconds in zip(counts, cause, strict=True)) for cause in zip(*times, strict=True)]
 
 
-def _longest(section: tuple[Stack, ...], plan: Plan, times: Sequence[Sequence[float]]) -> float:
+def _longest(section: tuple[StackParts, ...], plan: Plan, times: Sequence[Sequence[float]]) -> float:
     """Returns the seconds of the chunk of a section that takes longest, of those of a layer of each stack by cause."""
     return max(sum(_added(counts, times)) for counts in set(layers_of_chunks(section, plan)))
 
 
 def _of_layer(
-    anatomy: Anatomy, stack: Stack, plan: Plan, machine: Machine, software: Software
+    anatomy: Anatomy, stack: StackParts, plan: Plan, machine: Machine, software: Software
 ) -> tuple[float, float, float]:
     """Returns the seconds of one layer of a model and one microbatch, all passes: products, attention, element-wise."""
     frozen = () if trains_all(anatomy.model) else anatomy.frozen_parts(stack)
@@ -283,14 +286,20 @@ def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
-    (anatomy, own), turns = teacher, plan.microbatches
-    if own.is_staged:
-        turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
+    (anatomy, teacher_plan), turns = teacher, plan.microbatches
+    if teacher_plan.is_staged:
+        turns = num_ticks(
+            teacher_plan.mesh.stage, teacher_plan.microbatches, teacher_plan.chunks * len(anatomy.sections)
+        )
     each = (
-        _longest(section, own, [(layer_forward_seconds(s, _alike(own), machine, software),) for s in section])
+        _longest(
+            section,
+            teacher_plan,
+            [(layer_forward_seconds(s, _alike(teacher_plan), machine, software),) for s in section],
+        )
         for section in anatomy.sections
     )
-    sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
+    sent = (machine.transfer(e, members_inside(teacher_plan, e.axis, machine.server)) for e in teacher_transfers(plan))
     return turns * sum(each) + sum(sent)
 
 
@@ -315,10 +324,10 @@ def table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     found = []
     for weight in tables:
         if len(weight.shape) > 1 and is_trainable(anatomy.model, weight.name):
-            own = on_device(weight, layout, plan.mesh) / (
+            on_rank = on_device(weight, layout, plan.mesh) / (
                 zero_degree(weight, layout, plan.mesh) if plan.zero >= 2 else 1
             )
-            found.append(Copy(SUMS, 2 * FLOAT32 * own, each * ticks))
+            found.append(Copy(SUMS, 2 * FLOAT32 * on_rank, each * ticks))
     return found
 
 
@@ -335,13 +344,13 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
     stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights
     # Weights and moments are read and written, gradients read twice: for their norm and for the update.
     states = 2 * (stored + precision.optimizer) + 2 * precision.gradients
-    own = counts.shared.all / shards + counts.experts / of_experts
+    parameters_of_rank = counts.shared.all / shards + counts.experts / of_experts
     if plan.residuals == "jax" and plan.optimizer.name != "adamw":
         # Other optimizers have states of other shapes, which `state_bytes` counts.
         states -= 2 * precision.optimizer
-        moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
+        moved = parameters_of_rank * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
-    seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
+    seconds = machine.passes(parameters_of_rank * (states + software.kernels.optimizer_extra))
     return seconds + exposed_host_bytes(anatomy, plan) / machine.host_bandwidth
 
 

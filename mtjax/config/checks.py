@@ -276,7 +276,7 @@ def check_recompute(model: Model, training: Training) -> None:
     stacks = {"num_layers": layers}
     if dense := model.first_dense_layers:
         stacks = {"first_dense_layers": dense, "num_layers - first_dense_layers": layers - dense}
-    if "num_decoder_layers" in family_of(model.family).own:
+    if "num_decoder_layers" in family_of(model.family).settings:
         stacks["num_decoder_layers"] = decoder_layers(model)
     for name, count in stacks.items():
         if training.recompute_method == "uniform" and count % number:

@@ -33,8 +33,8 @@ def check_experts(config: Config) -> None:
                     f"{name} is {getattr(model, name)}, and num_experts is 0: set num_experts, or remove {name}"
                 )
         return
-    if "num_experts" not in family_of(model.family).own:
-        known = listed([name for name in FAMILIES if "num_experts" in family_of(name).own])
+    if "num_experts" not in family_of(model.family).settings:
+        known = listed([name for name in FAMILIES if "num_experts" in family_of(name).settings])
         raise UserError(
             f"num_experts only works with the families {known}, and family is {model.family}: remove num_experts"
         )

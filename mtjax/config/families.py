@@ -50,7 +50,7 @@ class Family:
     """Defaults of the family; `mtjax.config.replace` sets them when the family changes."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Setting -> the values that this family supports, where that is not all of them."""
-    own: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
     """Settings that have an effect in this family, and none in families that do not list them here too."""
     refused_elsewhere: frozenset[str] = frozenset()
     """Those of them that families which do not list them refuse, with any value but the default."""
@@ -84,13 +84,13 @@ def check_decoder_settings(model: "Model") -> None:
       UserError: one has another value; names it.
     """
     refused = frozenset().union(*(family_of(family).refused_elsewhere for family in FAMILIES))
-    for name in sorted(refused - family_of(model.family).own):
+    for name in sorted(refused - family_of(model.family).settings):
         if getattr(model, name) != getattr(type(model)(), name):
-            known = [family for family in FAMILIES if name in family_of(family).own]
+            known = [family for family in FAMILIES if name in family_of(family).settings]
             works = f"the famil{'ies' if known[1:] else 'y'} {listed(known)}"
             raise UserError(f"{name} only works with {works}, and family is {model.family}: remove {name}")
 
 
 def settings_of_others(name: str) -> frozenset[str]:
     """Returns the settings that have no effect in a family, because only other families use them."""
-    return frozenset().union(*(family_of(family).own for family in FAMILIES)) - family_of(name).own
+    return frozenset().union(*(family_of(family).settings for family in FAMILIES)) - family_of(name).settings

@@ -61,7 +61,12 @@ def without_effect(model: "Model") -> frozenset[str]:
     letters = letters_of(model)
     if not letters:
         return frozenset()
-    unread = tuple(start for own, starts in READ_BY.items() if not set(own) & set(letters) for start in starts)
+    unread = tuple(
+        start
+        for letters_that_read, starts in READ_BY.items()
+        if not set(letters_that_read) & set(letters)
+        for start in starts
+    )
     unread += () if set("-EZz") & set(letters) else ("activation",)
     return frozenset(name for name in vars(model) if unread and name.startswith(unread))
 

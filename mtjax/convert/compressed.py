@@ -71,8 +71,8 @@ class Stored:
 
     def parts(self, name: str) -> list[str]:
         """Returns the names of its tensors in the files."""
-        own = [name + PACKED, name + SHAPE] if self.is_packed else [name]
-        return [*own, name + SCALE, *([name + ZERO] if self.has_zeros else [])]
+        weight_names = [name + PACKED, name + SHAPE] if self.is_packed else [name]
+        return [*weight_names, name + SCALE, *([name + ZERO] if self.has_zeros else [])]
 
     def grid(self, name: str, read: Callable[[str], np.ndarray]) -> Grid:
         """Returns the values that its weights may have, in full size; of floats, only the scales."""

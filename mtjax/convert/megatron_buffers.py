@@ -140,11 +140,13 @@ class BufferStates:
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Returns a tensor-parallel rank's shard; zeros for a router's biases, which are not trained by Adam."""
         shape = self.shapes[name]
-        place = self.places.get((name, rank))
-        if place is None:
+        location = self.places.get((name, rank))
+        if location is None:
             return np.zeros(shape, np.float32)
-        start, stop = place.start, place.start + math.prod(shape)
-        return self._buffers.read(place.rank, place.buffer, place.bucket, self.kind, start, stop).reshape(shape)
+        start, stop = location.start, location.start + math.prod(shape)
+        return self._buffers.read(location.rank, location.buffer, location.bucket, self.kind, start, stop).reshape(
+            shape
+        )
 
     def _place(
         self, rank: Rank, tensor: int, stage: int, names: Sequence[str], degrees: Degrees, copy: str | None
@@ -161,7 +163,7 @@ class BufferStates:
             # A chunk without layers has no buffer, and the next one takes its number.
             if not sizes:
                 continue
-            found = placed(sizes, self._buffers.sizes(rank, buffer, sizes), f"rank {rank.number}")
+            found = ranges_of(sizes, self._buffers.sizes(rank, buffer, sizes), f"rank {rank.number}")
             for name, (bucket, start) in found.items():
                 self.places[name, tensor] = Place(rank, buffer, bucket, start)
             buffer += 1
@@ -201,7 +203,7 @@ def _order(name: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     return (1, int(match[1]), module, *experts, name.endswith("bias"))
 
 
-def placed(tensors: Mapping[str, int], sizes: Sequence[int], where: str) -> dict[str, tuple[int, int]]:
+def ranges_of(tensors: Mapping[str, int], sizes: Sequence[int], where: str) -> dict[str, tuple[int, int]]:
     """Returns the bucket and the start in it of each tensor, the last one first.
 
     Raises:

@@ -137,14 +137,17 @@ def _adapted_matrices(adapted: Iterable[AdaptedTensor], model_type: str) -> dict
         _check_order(tensor, model_type)
         down, up = factors(tensor, names, arrays)
         up = _in_rows_of_file(tensor, weight, up)
-        own = found.setdefault(name_of(tensor, layer).removesuffix(".weight"), {})
+        of_module = found.setdefault(name_of(tensor, layer).removesuffix(".weight"), {})
         has_parts = bool(set(PARTS) & set(names[0].axes))  # each of query, key and value has an A
         of = names[0].name, tensor.part if has_parts else None
-        before = own.get(of)
-        own[of] = (down, up if before is None else before[1] + up)
+        before = of_module.get(of)
+        of_module[of] = (down, up if before is None else before[1] + up)
     return {
-        name: (np.concatenate([down for down, _ in own.values()]), np.hstack([up for _, up in own.values()]))
-        for name, own in found.items()
+        name: (
+            np.concatenate([down for down, _ in of_module.values()]),
+            np.hstack([up for _, up in of_module.values()]),
+        )
+        for name, of_module in found.items()
     }
 
 

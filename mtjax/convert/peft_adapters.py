@@ -128,15 +128,15 @@ class Adapters:
             self.experts.setdefault(module, {}).setdefault(depth, {})[matrix] = name
             return
         # peft wraps what it adapts or saves; the names of the base model have neither word.
-        own = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        end = next((end for end in FACTORS if own.endswith(f".{end}")), None)
+        base_name = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        end = next((end for end in FACTORS if base_name.endswith(f".{end}")), None)
         if end is not None:
-            self.modules.setdefault(own.removesuffix(f".{end}"), AdapterNames()).names[FACTORS[end]] = name
+            self.modules.setdefault(base_name.removesuffix(f".{end}"), AdapterNames()).names[FACTORS[end]] = name
         # A kind of adapter of another version of peft: to take it for a full weight would lose it.
-        elif re.search(r"\.(lora_|trainable_tokens)", own):
+        elif re.search(r"\.(lora_|trainable_tokens)", base_name):
             raise UserError(f"{self.path.parent / TENSORS} has {name}, which mtjax does not read")
         else:
-            self.full[own] = name
+            self.full[base_name] = name
 
     @cached_property
     def base(self) -> Path:

@@ -22,7 +22,9 @@ def join_copies(adapters: Adapters, shared: Mapping[str, str]) -> None:
     adapters.joined = tuple(f"{copy}." for copy in shared)
     for copy, first in shared.items():
         changed = (*adapters.modules, *adapters.full)
-        ends = {name.removeprefix(own) for own in (copy, first) for name in changed if name.startswith(f"{own}.")}
+        ends = {
+            name.removeprefix(module) for module in (copy, first) for name in changed if name.startswith(f"{module}.")
+        }
         for end in sorted(ends):
             one, other = _change(adapters, first + end), _change(adapters, copy + end)
             if one.keys() != other.keys() or not all(np.array_equal(one[part], other[part]) for part in one):

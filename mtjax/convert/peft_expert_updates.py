@@ -167,10 +167,10 @@ def _check_complete(
         )
     module = next(iter(adapters.experts), "")
     for number, layer in layers.items():
-        own = re.sub(r"\.\d+\.", f".{number}.", module, count=1)
-        lacking = [name for name in layer.names if _is_wanted(f"{own}.{name}", wanted)]
-        if number < num_layers and lacking and own not in adapters.experts:
+        of_expert = re.sub(r"\.\d+\.", f".{number}.", module, count=1)
+        lacking = [name for name in layer.names if _is_wanted(f"{of_expert}.{name}", wanted)]
+        if number < num_layers and lacking and of_expert not in adapters.experts:
             raise UserError(
-                f"{file} has no adapter of {own}.{lacking[0]}, which target_parameters of {adapters.path} names: the "
-                "file is incomplete, save it again"
+                f"{file} has no adapter of {of_expert}.{lacking[0]}, which target_parameters of {adapters.path} names: "
+                "the file is incomplete, save it again"
             )

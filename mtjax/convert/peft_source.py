@@ -69,17 +69,17 @@ class AdaptedTensors(FolderTensors):
                 "save the base model untied (tie_word_embeddings false, with a tensor of the output), and name that one"
             )
         self._check_layers()
-        for own, name in self._full.items():
+        for base_name, name in self._full.items():
             # A full output of a tied model makes it untied.
-            of = self.shapes.get(own, self.shapes[table.copies.get(own, own)])
-            self._check(source, own, adapters.shape(adapters.full[name]), of)
-            self.shapes = {**self.shapes, own: of}
-            self._names.setdefault(own, own)
-        for own, module in self._modules.items():
-            names, of = adapters.modules[module].names, self.shapes[own]
+            of = self.shapes.get(base_name, self.shapes[table.copies.get(base_name, base_name)])
+            self._check(source, base_name, adapters.shape(adapters.full[name]), of)
+            self.shapes = {**self.shapes, base_name: of}
+            self._names.setdefault(base_name, base_name)
+        for base_name, module in self._modules.items():
+            names, of = adapters.modules[module].names, self.shapes[base_name]
             down, up = adapters.shape(names["down"]), adapters.shape(names["up"])
-            of = of[::-1] if self._is_turned(own) else of
-            self._check(source, own, (up[0], down[1]), of)
+            of = of[::-1] if self._is_turned(base_name) else of
+            self._check(source, base_name, (up[0], down[1]), of)
             adapters.scale(module, down[0])
         self._experts = updates_of(adapters, selection, self.shapes, model_type, model.num_layers)
         self._check_complete(source, model, selection.table.ignored)

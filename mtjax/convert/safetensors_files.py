@@ -155,8 +155,8 @@ def _are_equal(one: Path, other: Path, name: str) -> bool:
         return False
     for done in range(0, size, _COMPARED):
         count = min(_COMPARED, size - done)
-        own = np.fromfile(one, np.uint8, count, offset=start + done)
-        if not np.array_equal(own, np.fromfile(other, np.uint8, count, offset=other_start + done)):
+        block = np.fromfile(one, np.uint8, count, offset=start + done)
+        if not np.array_equal(block, np.fromfile(other, np.uint8, count, offset=other_start + done)):
             return False
     return True
 

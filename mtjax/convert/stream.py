@@ -50,8 +50,8 @@ class Origin:
     @property
     def generation_config(self) -> Path:
         """Path of the generation_config.json, which may not exist."""
-        own = self.files / GENERATION_CONFIG
-        return self.generation if self.generation and not own.is_file() else own
+        in_source = self.files / GENERATION_CONFIG
+        return self.generation if self.generation and not in_source.is_file() else in_source
 
     @property
     def tokenizer(self) -> str | None:

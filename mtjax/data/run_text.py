@@ -11,6 +11,7 @@ from mtjax.data.cache import Cache
 from mtjax.data.corpus import default_corpus
 from mtjax.data.corpus.documents import Fault, TextFields, parsed, text_of
 from mtjax.data.corpus.encode import EncodeOptions
+from mtjax.data.corpus.ends import note_without_ends, settings_of_ends
 from mtjax.data.corpus.indexed import IndexedDataset, is_indexed
 from mtjax.data.corpus.made_with import check_made_with, check_same_maker
 from mtjax.data.corpus.meta import read_meta
@@ -94,20 +95,22 @@ class RunText:
         return self.data.tokenizer or self._tokenizer_of_indexed()
 
     def check_corpora(self, name: str, tokenizer: Tokenizer) -> list[str]:
-        """Checks that all corpora of token ids were made with this tokenizer.
+        """Checks that all corpora of token ids were made with this tokenizer, and have the ends that settings look for.
 
         Args:
           name: what the tokenizer is called, for messages.
           tokenizer: the run's.
 
         Returns:
-          What could not be compared, for the user.
+          What could not be compared, and settings without an effect, for the user.
 
         Raises:
           UserError: one was made with another tokenizer.
         """
         indexed = self._indexed_sources()
         notes = [check_made_with(s.name, read_meta(s.paths[0]), name, tokenizer) for s in indexed]
+        if options := settings_of_ends(self.data):
+            notes += [note_without_ends(IndexedDataset(s.paths[0]), tokenizer, options) for s in indexed]
         return [note for note in notes if note]
 
     def indexed(self, source: Source, options: EncodeOptions) -> IndexedDataset:

@@ -14,7 +14,7 @@ from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import digest_of_rows, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
-from mtjax.evaluate.tasks.task import EvaluationTask, RowSettings, TaskKind
+from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, RowSettings, TaskKind
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
@@ -136,8 +136,9 @@ class RunEvaluations:
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         # Adjacent windows: overlapping ones would cost many times as much at each evaluation.
         settings = RowSettings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
+        tokenizer = NamedTokenizer(text.tokenizer_name, text.tokenizer)
         for name, path in self._files.items():
-            task = KINDS[name].open(path, text.tokenizer, settings)
+            task = KINDS[name].open(path, tokenizer, settings)
             # With other rows, a process would run another number of batches, and their collectives would hang.
             check_same(f"rows of --evaluate {name}", digest_of_rows(task.rows), path)
             self._opened.append(OpenedTask(KINDS[name], task))

@@ -237,7 +237,7 @@ def as_lm(model: HarnessModel) -> Any:
     """
     base: Any = require("lm_eval.api.model", "evaluate").TemplateLM
 
-    class Model(base):
+    class HarnessLM(base):
         """The model as an `LM`."""
 
         @property
@@ -262,4 +262,4 @@ def as_lm(model: HarnessModel) -> Any:
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return model.generate([request.args for request in requests])
 
-    return Model()
+    return HarnessLM()

@@ -87,8 +87,8 @@ class NeighbourText:
                 del sample[NEIGHBOURS]
             elif mode == SHUFFLED:
                 chunks = len(sample[NEIGHBOURS])
-                places = self._others[number * chunks : (number + 1) * chunks]
-                rows = [self.dataset.neighbours[place // chunks][place % chunks] for place in places.tolist()]
+                chunk_numbers = self._others[number * chunks : (number + 1) * chunks]
+                rows = [self.dataset.neighbours[of // chunks][of % chunks] for of in chunk_numbers.tolist()]
                 sample[NEIGHBOURS] = np.stack(rows)
             yield sample
 
@@ -137,8 +137,8 @@ def open_text(options: Options, saved: SavedModel) -> NeighbourText:
         raise UserError(
             f"--neighbours is for the family retro, and {options.source} is a {config.model.family}: remove it"
         )
-    own = config.data.neighbours
-    prefix = own if options.neighbours in (NONE, SHUFFLED) else options.neighbours
+    trained_with = config.data.neighbours
+    prefix = trained_with if options.neighbours in (NONE, SHUFFLED) else options.neighbours
     if prefix is None:
         raise UserError(
             f"{options.source} was not trained with neighbours, so --neighbours {options.neighbours} has no samples to "
@@ -170,8 +170,8 @@ class NeighbourScorer:
                 # Without neighbours the array is missing, and the model runs as a GPT.
                 arrays = {name: np.stack([row[name] for row in rows]) for name in names if name in rows[0]}
                 local = {name: array[self._mine].astype(np.int32) for name, array in arrays.items()}
-                placed = global_batch(self.sharded_model.batch_sharding, local, self.batch)
-                out = self.sharded_model.on_mesh(self._compiled, parameters, placed)
+                batch_on_mesh = global_batch(self.sharded_model.batch_sharding, local, self.batch)
+                out = self.sharded_model.on_mesh(self._compiled, parameters, batch_on_mesh)
                 found.append(-np.asarray(out)[: len(batch)])
                 progress.update(sum(map(len, found)))
         return np.concatenate(found)

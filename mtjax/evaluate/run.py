@@ -21,7 +21,7 @@ from mtjax.evaluate.options import Options
 from mtjax.evaluate.rows import ScoredRow, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
-from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings
+from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, Results, RowSettings
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_no_sharding_groups, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
@@ -61,7 +61,9 @@ def evaluate(options: Options) -> Results:
     with open_weights(options) as weights:
         first = tuple(first_tokens_of(weights.saved, weights.tokenizer))
         settings = RowSettings(weights.length, min(options.overlap or weights.length, weights.length), first)
-        task = KINDS[options.task].open(options.data, weights.tokenizer, settings)
+        task = KINDS[options.task].open(
+            options.data, NamedTokenizer(weights.tokenizer_name, weights.tokenizer), settings
+        )
         identity = AnswersIdentity(
             options, settings, weights.tokenizer_name, digest(options.data), weights.saved.identity
         )

@@ -111,7 +111,7 @@ class ChatFinetuning(FinetuningObjective):
         lengths += [zlib.crc32(chat.passages.tobytes()) for chat in packed.chats if chat.passages is not None]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
         files = self._tokenizer_files(found, encoder, template)
-        return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved, read)
+        return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved, found.name, read)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the mean loss per trained token over all validation conversations."""

@@ -73,7 +73,7 @@ class TaskFinetuning(FinetuningObjective):
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
         read = rows_read(config, rows.train, *(examples for _, examples in rows.held_out))
-        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved, read)
+        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved, found.name, read)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the task's metrics and the mean loss on all validation rows."""

@@ -102,7 +102,7 @@ def _generation_extension(generated: Callable[[str], str]) -> type:
     """Builds the `{% generation %}` tag, which renders its body unchanged and passes it to `generated`."""
     nodes = require("jinja2.nodes", "chat")
 
-    class Generation(require("jinja2.ext", "chat").Extension):
+    class GenerationTag(require("jinja2.ext", "chat").Extension):
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
 
         def parse(self, parser: Any) -> Any:
@@ -114,7 +114,7 @@ def _generation_extension(generated: Callable[[str], str]) -> type:
         def _support(self, caller: Callable[[], str]) -> str:
             return generated(caller())
 
-    return Generation
+    return GenerationTag
 
 
 class _PlainDict:

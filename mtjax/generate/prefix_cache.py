@@ -169,8 +169,8 @@ class PrefixCache:
             lengths = (len(each) for each in snapshots if prompt[: len(each)] == each.tokens)
         # Complete chunks, so that what is reused is bit-identical to what prefilling this prompt would compute.
         elif complete := self._complete(min(common, most)):
-            own = (len(each) for each in self._snapshots if slot in each.slots and len(each) <= complete)
-            lengths = own if self._has_states else (complete,)
+            snapshot_lengths = (len(each) for each in self._snapshots if slot in each.slots and len(each) <= complete)
+            lengths = snapshot_lengths if self._has_states else (complete,)
         # Layers with a window may no longer have the last of these tokens.
         return max((length for length in lengths if keeps_prefix(cache, written, length)), default=0)
 

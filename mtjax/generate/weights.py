@@ -184,8 +184,8 @@ def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
 def _settings(saved: SavedModel) -> list[tuple[object, Mapping[str, Any]]]:
     """Returns what Hugging Face's files say of generation, with their names; the first wins."""
     origin = saved.source.origin
-    own = origin.generation_config
-    return [(own, read_object(own)), (f"the metadata of the weights {saved.folder}", origin.hugging_face)]
+    of_weights = origin.generation_config
+    return [(of_weights, read_object(of_weights)), (f"the metadata of the weights {saved.folder}", origin.hugging_face)]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:

@@ -130,12 +130,12 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
     # An operation without a "-start" of its own, such as an all-to-all, is inside an async-start, which has the name
     # and the place in the schedule.
     holder = starter(site)
-    phase, op_name, own = locate(site.computation, instruction)
+    phase, op_name, has_own_name = locate(site.computation, instruction)
     if phase == "other" and holder is not site:
-        phase, op_name, own = locate(holder.computation, holder.instruction)
+        phase, op_name, has_own_name = locate(holder.computation, holder.instruction)
     phase = _called_again(site, phase)
     # What surrounds it in the schedule may be another part of the step.
-    by_axes = None if own else phase_over(kind, axes)
+    by_axes = None if has_own_name else phase_over(kind, axes)
     phase = by_axes or phase
     # The operation itself, not its holder, has the operands.
     arrays = _payload(module, site.computation, instruction, kind)
@@ -150,7 +150,7 @@ def _collective(site: Site, module: Module, mesh: Mapping[str, int], per_server:
         servers=servers_spanned(groups, per_server),
         phase=phase,
         op_name=op_name,
-        has_own_name=own,
+        has_own_name=has_own_name,
         count=site.count,
         is_exact=site.is_exact,
         arrays=arrays,
@@ -211,9 +211,9 @@ def overlap_window(computation: Computation, start: Instruction) -> tuple[Instru
     """Returns the instructions scheduled between an operation's start and its done, which ends after `-update`s."""
     # Each "-update" passes its own name on to what finally ends the operation.
     ends, names = -1, {start.name}
-    for place, instruction in enumerate(computation.instructions):
+    for position, instruction in enumerate(computation.instructions):
         if instruction.opcode.endswith(("-done", "-update")) and names & set(instruction.operands):
-            ends = place
+            ends = position
             names.add(instruction.name)
     begins = computation.instructions.index(start)
     return computation.instructions[begins + 1 : ends] if ends > begins else ()
@@ -250,7 +250,7 @@ def _made_in(module: Module, computation: Computation, instruction: Instruction)
     found = [computation.by_name.get(_seen_through(computation, name)) for name in names]
     located = [None if maker is None else locate(computation, maker) for maker in found]
     # A neighbour's phase would not be that of the array.
-    return tuple(None if place is None or not place[2] else place[0] for place in located)
+    return tuple(None if phase is None or not phase[2] else phase[0] for phase in located)
 
 
 def _packed_names(module: Module, computation: Computation, name: str) -> tuple[str, ...]:

@@ -95,5 +95,5 @@ def _is_left(product: BatchedMatmul, left: list[set[int]]) -> bool:
 
 def _phase(site: Site) -> str:
     """Returns the phase of an instruction, or of the innermost loop or fusion around it that has one."""
-    places = ((s.computation, s.instruction) for s in (site, *reversed(site.callers)))
-    return next((phase for place in places if (phase := locate(*place)[0]) != OTHER), OTHER)
+    call_chain = ((s.computation, s.instruction) for s in (site, *reversed(site.callers)))
+    return next((phase for location in call_chain if (phase := locate(*location)[0]) != OTHER), OTHER)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mtjax.analysis.anatomy import Stack
+from mtjax.analysis.anatomy import StackParts
 from mtjax.analysis.contract import LAYER_PHASES
 from mtjax.inspect.causes import executed
 from mtjax.inspect.phases import locate
@@ -33,7 +33,7 @@ class KindTime(NamedTuple):
         return self.seconds / self.runs
 
 
-def time_of_kinds(roofline: Roofline, stacks: Sequence[Stack], plan: Plan) -> dict[str, KindTime]:
+def time_of_kinds(roofline: Roofline, stacks: Sequence[StackParts], plan: Plan) -> dict[str, KindTime]:
     """Returns the computing time of each kind of layers, by the name of their stack; {} where all layers are alike."""
     # T5's two stacks have no letters by which a table could name them.
     if len(stacks) == 1 or not all(stack.pattern for stack in stacks):
@@ -47,7 +47,7 @@ def time_of_kinds(roofline: Roofline, stacks: Sequence[Stack], plan: Plan) -> di
     return {stack.path: _kind_time(stack, seconds, plan) for stack in stacks}
 
 
-def _kind_time(stack: Stack, seconds: Mapping[str, float], plan: Plan) -> KindTime:
+def _kind_time(stack: StackParts, seconds: Mapping[str, float], plan: Plan) -> KindTime:
     layers = layers_of_stage(stack, plan)
     return KindTime(stack.letter, layers, seconds.get(stack.path, 0.0), layers * plan.microbatches)
 

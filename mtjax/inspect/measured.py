@@ -388,5 +388,5 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
 
 def in_order(measured: Measured) -> list[tuple[str, InPhase]]:
     """Returns the phases in the order of a step."""
-    known = {phase: place for place, phase in enumerate(PHASES)}
+    known = {phase: order for order, phase in enumerate(PHASES)}
     return sorted(measured.phases.items(), key=lambda item: known.get(item[0], len(known)))

@@ -43,7 +43,7 @@ class BatchedMatmul:
     """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
     computed_share: float = 1.0
     """Share of its FLOPs that a flash attention kernel computes: half of causal attention's, less with a window."""
-    own: Own | None = None
+    own_attention: Own | None = None
     """Where this is our own kernel."""
 
     @property
@@ -71,8 +71,8 @@ def product_of(computation: Computation, instruction: Instruction) -> BatchedMat
     target = instruction.attribute("custom_call_target") or ""
     if _FLASH.search(target):
         return _flash(computation, instruction, target)
-    if own := _OWN.search(instruction.attributes):
-        return _own(computation, instruction, own["kernel"], is_causal=bool(own["causal"]))
+    if own_attention := _OWN.search(instruction.attributes):
+        return _own(computation, instruction, own_attention["kernel"], is_causal=bool(own_attention["causal"]))
     if not _LIBRARY_PRODUCT.search(target):
         return None
     numbers = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', instruction.attributes)
@@ -131,9 +131,11 @@ def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_
     pairs = batch * heads * queries * key.dims[1] / (1 + is_causal)
     padded = of_keys * padded_width(width) + of_values * padded_width(value.dims[3])
     # Dropout's keys are the only unsigned integers among the operands.
-    own = Own(2 * pairs * padded, pairs * any(a.dtype == "u32" for a in operands))
+    own_attention = Own(2 * pairs * padded, pairs * any(a.dtype == "u32" for a in operands))
     widths = of_keys * width + of_values * value.dims[3]
-    return BatchedMatmul(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own=own)
+    return BatchedMatmul(
+        queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own_attention=own_attention
+    )
 
 
 def is_own_attention(text: str) -> bool:

@@ -14,7 +14,7 @@ from mtjax.analysis.contract import PHASES, Contract, Symbols, requirements
 from mtjax.analysis.flops import compiled_flops
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.parts.experts import exchanged_share
-from mtjax.analysis.parts.heads import OutputProjection
+from mtjax.analysis.parts.heads import OutputProjectionPart
 from mtjax.config import Config, Model
 from mtjax.errors import UserError
 from mtjax.inspect.check import Landmarks, Verdict, check
@@ -230,7 +230,7 @@ def _row(equal: list[Collective]) -> CollectiveRow:
 
 def landmarks(step: CompiledStep) -> Landmarks:
     """Returns the sizes by which unexpected arrays of this step are recognized."""
-    outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjection))
+    outputs = (part for part in step.anatomy.head if isinstance(part, OutputProjectionPart))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
     stacks = {r.name: NamedSharding(step.program.mesh, r.compute_spec).shard_shape(r.shape) for r in stacked}

@@ -222,8 +222,8 @@ class Roofline:
     def product_seconds(self, product: BatchedMatmul) -> float:
         """Seconds of a product."""
         machine = self.machines[4 if product.element_bytes == 4 else 2]
-        if product.own:
-            return machine.own_attention(*product.own)
+        if product.own_attention:
+            return machine.own_attention(*product.own_attention)
         if product.is_flash:
             return machine.flash(product.flops * product.computed_share)
         return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)

@@ -97,7 +97,10 @@ def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerSt
     embedding and the head."""
 
     def stack(letter: str, *, is_last: bool) -> LayerStack:
-        numbers, (path, kind) = tuple(n for n, own in enumerate(pattern) if own == letter), kinds[letter]
+        numbers, (path, kind) = (
+            tuple(n for n, letter_of_layer in enumerate(pattern) if letter_of_layer == letter),
+            kinds[letter],
+        )
         side, section = "" if is_last else f"{path}_", {"among": len(pattern), "pattern": pattern, "letter": letter}
         return LayerStack(path, len(numbers), tokens, side, numbers, kind=kind, **section)
 

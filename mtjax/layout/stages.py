@@ -34,7 +34,7 @@ class LayerOrder:
         return tuple(number for stage in self.numbers for chunk in stage for number in chunk)
 
     @property
-    def places(self) -> int:
+    def num_slots(self) -> int:
         """Slots for layers in a chunk."""
         return len(self.numbers[0][0])
 
@@ -60,14 +60,14 @@ class LayerOrder:
         """Returns the order of the layers of one letter, in a section with this pattern."""
         slots = self.chunk_pattern(pattern)
 
-        def placed(chunk: tuple[int, ...]) -> tuple[int, ...]:
+        def with_padding(chunk: tuple[int, ...]) -> tuple[int, ...]:
             """Puts each layer into the next slot of its letter; returns the numbers in the slots of `letter`."""
             waiting = [number for number in chunk if number != PADDING]
             # `slots` has the letters of every chunk in their order, so that no layer is left over.
             numbers = [waiting.pop(0) if waiting and pattern[waiting[0]] == slot else PADDING for slot in slots]
             return tuple(number for number, slot in zip(numbers, slots, strict=True) if slot == letter)
 
-        return LayerOrder(tuple(tuple(map(placed, stage)) for stage in self.numbers), slots)
+        return LayerOrder(tuple(tuple(map(with_padding, stage)) for stage in self.numbers), slots)
 
     @property
     def in_stack(self) -> "LayerOrder":
@@ -139,7 +139,7 @@ def layers_in_chunk(stack: LayerStack, plan: Plan) -> int:
     """Returns the slots for a stack's layers in a chunk; without pipeline, or in Megatron, all layers of a stage."""
     if not plan.is_staged:
         return -(-stack.layers // plan.mesh.stage)
-    return order_in_plan(stack, plan).places
+    return order_in_plan(stack, plan).num_slots
 
 
 def layers_of_chunks(section: tuple[LayerStack, ...], plan: Plan) -> list[tuple[int, ...]]:

@@ -175,30 +175,30 @@ def latent_products(
 
 def mamba_weights(model: Model) -> dict[str, Sizes]:
     """Returns the dimensions of Mamba-2's parameters, by name; its output is `recurrent_output`."""
-    own = _RecurrentSizes.of(model)
+    sizes = _RecurrentSizes.of(model)
     return {
-        **own.inputs("b_c", "rate"),
-        "conv": {**own.taps, **own.inner},
-        "conv_bias": own.inner,
+        **sizes.inputs("b_c", "rate"),
+        "conv": {**sizes.taps, **sizes.inner},
+        "conv_bias": sizes.inner,
         # Apart from `conv`: groups may be replicated where heads are sharded.
-        "conv_b_c": {**own.taps, **own.shared},
-        "conv_b_c_bias": own.shared,
-        "rate_bias": own.heads,
-        "a_log": own.heads,
-        "skip": own.heads,
-        **({"norm_scale": own.inner} if model.ssm_norm else {}),
+        "conv_b_c": {**sizes.taps, **sizes.shared},
+        "conv_b_c_bias": sizes.shared,
+        "rate_bias": sizes.heads,
+        "a_log": sizes.heads,
+        "skip": sizes.heads,
+        **({"norm_scale": sizes.inner} if model.ssm_norm else {}),
     }
 
 
 def delta_weights(model: Model) -> dict[str, Sizes]:
     """Returns the dimensions of a gated delta net's parameters, by name; its output is `recurrent_output`."""
-    own = _RecurrentSizes.of(model)
+    sizes = _RecurrentSizes.of(model)
     return {
-        **own.inputs("query_key", "beta", "rate"),
-        "conv": {**own.taps, **own.inner},
-        "conv_query_key": {**own.taps, **own.shared},
-        "rate_bias": own.heads,
-        "a_log": own.heads,
+        **sizes.inputs("query_key", "beta", "rate"),
+        "conv": {**sizes.taps, **sizes.inner},
+        "conv_query_key": {**sizes.taps, **sizes.shared},
+        "rate_bias": sizes.heads,
+        "a_log": sizes.heads,
         "norm_scale": {"head_dim": model.ssm_head_dim},
     }
 

@@ -18,12 +18,12 @@ class AdaptedBlockAttention(AdaptedSelfAttention, BlockAttention):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `ProjectedSelfAttention.project_in`; adds the layer's own adapter, too, whose input has no dropout."""
-        for_product, for_adapters, own = with_own_adapter(x, context, "attention_adapter")
+        for_product, for_adapters, layer_adapter = with_own_adapter(x, context, "attention_adapter")
         dropped = lora_input_dropout(for_adapters, self.low, context, QKV_SITE, "embed")
-        if own is None:
+        if layer_adapter is None:
             return self.add_to_qkv(for_product, dropped)
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
-        return qkv(for_product, lambda: adapter_of(qkv)(dropped) + own(for_adapters))
+        return qkv(for_product, lambda: adapter_of(qkv)(dropped) + layer_adapter(for_adapters))
 
 
 class AdaptedBlockMLP(AdaptedMLP, BlockMLP):
@@ -31,6 +31,6 @@ class AdaptedBlockMLP(AdaptedMLP, BlockMLP):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`; the layer's own adapter, whose input has no dropout, is added, too."""
-        for_product, for_adapters, own = with_own_adapter(x, context, "mlp_adapter")
+        for_product, for_adapters, layer_adapter = with_own_adapter(x, context, "mlp_adapter")
         dropped = lora_input_dropout(for_adapters, self.low, context, UP_SITE, "embed")
-        return self.up(for_product) + own(for_adapters) + adapter_of(self.up)(dropped)
+        return self.up(for_product) + layer_adapter(for_adapters) + adapter_of(self.up)(dropped)

@@ -124,22 +124,22 @@ class Stack(nnx.Module):
         model: Model,
         dtype: jax.typing.DTypeLike,
         *,
-        own: LayerStack,
+        layer_stack: LayerStack,
         loop_settings: LayerLoopSettings,
         parallel: Parallel,
         key: Array,
         layer_type: type[Layer] = Layer,
     ) -> None:
-        """Draws the parameters of the layers that `own` describes; `key` is split into one for each layer of the
-        section, `parallel` says which of them each stage has, and `dtype` is that of products."""
-        self.path = own.path
-        self.order = stack_order(own, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
+        """Draws the parameters of the layers that `layer_stack` describes; `key` is split into one for each layer of
+        the section, `parallel` says which of them each stage has, and `dtype` is that of products."""
+        self.path = layer_stack.path
+        self.order = stack_order(layer_stack, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
         # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
-        keys = jax.random.split(key, own.among or own.layers)
-        if not self.order.is_plain or own.layers < len(keys):
+        keys = jax.random.split(key, layer_stack.among or layer_stack.layers)
+        if not self.order.is_plain or layer_stack.layers < len(keys):
             # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(self.order.flat, 0)]
-        draw = lambda key: layer_type(model, dtype, kind=own.kind, key=key)  # noqa: E731
+        draw = lambda key: layer_type(model, dtype, kind=layer_stack.kind, key=key)  # noqa: E731
         # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
         if num_shards("layers") == 1:
             self.layers = jax.vmap(draw)(keys)

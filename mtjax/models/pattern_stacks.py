@@ -91,10 +91,10 @@ class PatternStacks:
 
         given = {}
         for letter, stack in self.stacks.items():
-            own = layer_slice(stack, None)
+            of_stack = layer_slice(stack, None)
             # One, as `_can_prefetch` requires that all layers save the same.
-            (loop,) = loops_of(len(own.numbers), own.loop_settings)
-            given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, own.numbers)
+            (loop,) = loops_of(len(of_stack.numbers), of_stack.loop_settings)
+            given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, of_stack.numbers)
         with jax.named_scope("layers"):
             x, states = scan_pattern(letters, given, x)
         reports = [_in_order(each) for each in states if each]
@@ -163,8 +163,8 @@ class PatternLoop:
             (x, carried), seen, states = carry, dict.fromkeys(run.unit, 0), []
             carried = dict(carried)
             for letter in run.unit:
-                place = before[letter] + run.unit.count(letter) * index + seen[letter]
-                x, carried[letter], state = self._layer(letter, x, carried[letter], place)
+                number_in_letter = before[letter] + run.unit.count(letter) * index + seen[letter]
+                x, carried[letter], state = self._layer(letter, x, carried[letter], number_in_letter)
                 seen[letter] += 1
                 states += [] if state is None else [state]
             return (x, carried), states
@@ -179,20 +179,20 @@ class PatternLoop:
         return (x, {**carried, **used}), _in_order(states) if states else None
 
     def _layer(
-        self, letter: str, x: Array, carried: list[Array], place: Int[Array, ""]
+        self, letter: str, x: Array, carried: list[Array], number_in_letter: Int[Array, ""]
     ) -> tuple[Array, list[Array], State]:
-        """Runs the layer at `place` among the layers of its letter that run here."""
-        own = self.slices[letter]
-        index = place if own.first is None else own.first + place
+        """Runs the layer of index `number_in_letter` among the layers of its letter that run here."""
+        of_stack = self.slices[letter]
+        index = number_in_letter if of_stack.first is None else of_stack.first + number_in_letter
 
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
             with jax.named_scope(self.paths[letter]):
-                x, state = own.run(self.context, x, LayerInputs(layer, number))
+                x, state = of_stack.run(self.context, x, LayerInputs(layer, number))
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.
-        return run_alone(layer, own.loop_settings, x, carried, index, own.numbers[place])
+        return run_alone(layer, of_stack.loop_settings, x, carried, index, of_stack.numbers[number_in_letter])
 
 
 def _in_order(states: list[State]) -> State:

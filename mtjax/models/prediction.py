@@ -30,9 +30,9 @@ def loss_name(number: int) -> str:
     return f"{PREFIX}{number}_loss"
 
 
-def ahead(values: Shaped[Array, "batch seq"], places: int) -> Shaped[Array, "batch seq"]:
-    """Shifts each sample's values, so that a token has those of the token `places` ahead; 0 where there is none."""
-    return jnp.pad(values[:, places:], ((0, 0), (0, places)))
+def ahead(values: Shaped[Array, "batch seq"], distance: int) -> Shaped[Array, "batch seq"]:
+    """Shifts each sample's values, so that a token has those of the token `distance` ahead; 0 where there is none."""
+    return jnp.pad(values[:, distance:], ((0, 0), (0, distance)))
 
 
 def prediction_number(parameter: str) -> int:

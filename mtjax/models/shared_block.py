@@ -39,7 +39,9 @@ _SITE = 0
 def draw_blocks(model: Model, count: int, dtype: jax.typing.DTypeLike, key: Array) -> dict[str, "SharedBlock"]:
     """Draws so many blocks, by the names of their parameters; `key` is that of the layers."""
     keys = jax.random.split(jax.random.fold_in(key, _KEY), count)
-    return {f"{BLOCK}{number}": SharedBlock(model, dtype, key=own) for number, own in enumerate(keys, 1)}
+    return {
+        f"{BLOCK}{number}": SharedBlock(model, dtype, key=key_of_block) for number, key_of_block in enumerate(keys, 1)
+    }
 
 
 class SharedBlock(nnx.Module):
@@ -88,9 +90,9 @@ class BlockAttention(ProjectedSelfAttention):
         """See `ProjectedSelfAttention.project_in`."""
         if _adapter(context, "attention_adapter") is None:
             return super().project_in(x, context)
-        for_product, for_adapter, own = with_own_adapter(x, context, "attention_adapter")
+        for_product, for_adapter, layer_adapter = with_own_adapter(x, context, "attention_adapter")
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
-        return qkv(for_product, lambda: own(for_adapter))
+        return qkv(for_product, lambda: layer_adapter(for_adapter))
 
 
 class BlockMLP(MLP):
@@ -98,8 +100,8 @@ class BlockMLP(MLP):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`."""
-        for_product, for_adapter, own = with_own_adapter(x, context, "mlp_adapter")
-        return self.up(for_product) + own(for_adapter)
+        for_product, for_adapter, layer_adapter = with_own_adapter(x, context, "mlp_adapter")
+        return self.up(for_product) + layer_adapter(for_adapter)
 
 
 class UpAdapter(nnx.Module):
@@ -139,8 +141,8 @@ class SharedLayer(Layer):
         assert context.shared is not None
         before, mamba = states or {}, getattr(self, self.mixers[0])
         # A block is one module for all layers: it finds the adapters of the layer that runs it in the context.
-        own = dataclasses.replace(context, shared=dataclasses.replace(context.shared, layer=self))
-        read, cache = context.shared.blocks[self.block](x, own, before.get("attention"))
+        block_context = dataclasses.replace(context, shared=dataclasses.replace(context.shared, layer=self))
+        read, cache = context.shared.blocks[self.block](x, block_context, before.get("attention"))
         with jax.named_scope("projection"):
             read = self.projection(read)
         with jax.named_scope(mamba.scope):

@@ -47,7 +47,7 @@ def layer_slice(stack: Stack, chunk: Chunk | None) -> LayerSlice:
     order = stack.order
     # Traced: all stages run one program, and differ in their layers' numbers.
     numbers = jnp.asarray(order.numbers)[chunk.stage, chunk.number]
-    first = chunk.number * order.places if len(order.numbers[0]) > 1 else None
+    first = chunk.number * order.num_slots if len(order.numbers[0]) > 1 else None
     return LayerSlice(numbers, in_chunk(stack.loop_settings), run_padded_layer if order.is_padded else run_layer, first)
 
 
@@ -78,6 +78,6 @@ def scatter_counts(
 def run_padded_layer(context: LayerContext, x: Array, inputs: LayerInputs) -> tuple[Array, State]:
     """Runs a layer as `run_layer` does; returns the hidden states unchanged where its number is `PADDING`."""
     layer, number, state = inputs
-    own = context_of_layer(context, number)
+    layer_context = context_of_layer(context, number)
     # Materialized in the branch: nothing is gathered for padding.
-    return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)
+    return run_unless_padding(lambda x: materialize(layer)(x, layer_context, state), number, x)

@@ -70,8 +70,9 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     asks_for_own = config.replace(run, attention="pallas")
     if not dropout or plan.pallas_attention or _kernel(asks_for_own, plan, server) != "pallas":
         return hint
-    own = _changed(plan, run, flash_attention=True, pallas_attention=True, recompute=recompute)
-    return f"{hint}; with --attention pallas, which has this dropout, {seconds(step_time(anatomy, own, server).total)}"
+    with_pallas = _changed(plan, run, flash_attention=True, pallas_attention=True, recompute=recompute)
+    step = step_time(anatomy, with_pallas, server).total
+    return f"{hint}; with --attention pallas, which has this dropout, {seconds(step)}"
 
 
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:

@@ -6,12 +6,12 @@ Symbols as in `mtjax.analysis.flops`; L tokens of context. Source: arXiv 2211.05
 import math
 from dataclasses import dataclass
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, StackParts
 from mtjax.analysis.counts import active_share, on_device, parameters
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Constants
-from mtjax.analysis.parts.attention import Attention, CrossAttention
-from mtjax.analysis.parts.latent_attention import LatentAttention
+from mtjax.analysis.parts.attention import AttentionPart, CrossAttentionPart
+from mtjax.analysis.parts.latent_attention import LatentAttentionPart
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.sizes import attention_windows, latent_width, padded_vocab_size
 from mtjax.config.storage import PLAIN, Storage
@@ -46,7 +46,7 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     return layers + 2 * sum(w.size for w in head)
 
 
-def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
+def _layer_flops(anatomy: Anatomy, stack: StackParts, context: int) -> float:
     read = [w for part in stack.parts for w in (*part.weights, *part.shared_weights)]
     weights = [w for w in read if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
@@ -74,13 +74,13 @@ def cache_bytes(anatomy: Anatomy, batch: int, context: int) -> float:
     return batch * (2 * elements + states)
 
 
-def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
+def _read(anatomy: Anatomy, stack: StackParts, context: int) -> list[int]:
     """Returns of each layer of a stack how many of `context` tokens a token attends to at most."""
     windows = attention_windows(anatomy.model)
     return [min(windows[number], context) if windows else context for number in stack.layer_numbers]
 
 
-def _kept(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
+def _kept(anatomy: Anatomy, stack: StackParts, context: int) -> list[int]:
     """Returns of each layer of a stack for how many of `context` tokens it has a KV cache: for those of its window."""
     # Latent attention keeps all of them.
     return [context] * stack.layers if anatomy.model.kv_lora_rank else _read(anatomy, stack, context)
@@ -143,12 +143,12 @@ def decoding_memory(
         kept = sum(_kept(anatomy, stack, context))
         for part in stack.parts:
             states += stack.layers * part.state_bytes(tensor_degree, element_bytes)
-            if isinstance(part, Attention | CrossAttention):
-                heads = part.kv_heads if isinstance(part, Attention) else part.heads
+            if isinstance(part, AttentionPart | CrossAttentionPart):
+                heads = part.kv_heads if isinstance(part, AttentionPart) else part.heads
                 # In 8 bits, a scale of 4 bytes for each token and head.
                 number = element_bytes if storage.cache_dtype is None else 1 + 4 / part.head_dim
                 cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim * number
-            elif isinstance(part, LatentAttention):
+            elif isinstance(part, LatentAttentionPart):
                 cached += kept * part.kv_elements(1) * element_bytes
     sampling = SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree
     return DecodingMemory(weights, sequences * (cached + states), sampling, snapshots * states)
@@ -185,7 +185,7 @@ def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationTimes:
     """Estimated times of generation for a batch."""
 
     prefill_seconds: float
@@ -201,7 +201,7 @@ class Generation:
 
 def generation(
     anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, storage: Storage = PLAIN
-) -> Generation:
+) -> GenerationTimes:
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
     # V100 has no bfloat16.
@@ -213,7 +213,7 @@ def generation(
         memory = decoding_memory(anatomy, tensor_degree, batch, context, storage=storage)
         read = memory.weights + memory.cache
     reading = read / (gpu.bandwidth * constants.memory)
-    return Generation(
+    return GenerationTimes(
         # On average a token attends to half of the context.
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
         token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),

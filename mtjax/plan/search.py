@@ -192,8 +192,8 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                         for method in expert_dispatches(anatomy, plan):
                             for unrolled in _unrolled(anatomy, plan, space):
                                 # Most plans change neither, and need no copy.
-                                own = plan.expert_dispatch == method and plan.unrolled == unrolled
-                                yield plan if own else replace(plan, expert_dispatch=method, unrolled=unrolled)
+                                as_asked = plan.expert_dispatch == method and plan.unrolled == unrolled
+                                yield plan if as_asked else replace(plan, expert_dispatch=method, unrolled=unrolled)
 
 
 def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:

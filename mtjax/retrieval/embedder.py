@@ -73,14 +73,14 @@ class Embedder:
         self.max_tokens, self.width, self.dtype = max_tokens, model.hidden_size, dtype
         parallel = Parallel(mesh=mesh)
         config = for_rows(self._saved.config, parallel, rows, compute_dtype=dtype)
-        self._placed = ShardedModel(config, devices)
-        if self._placed.stages > 1 or self._placed.layout.rules.seq:
+        self._sharded_model = ShardedModel(config, devices)
+        if self._sharded_model.stages > 1 or self._sharded_model.layout.rules.seq:
             raise UserError(
                 f"the mesh {mesh} has pipeline stages or context ranks, and an embedder runs without: take DATAxMODEL"
             )
         self._encoder = RowEncoder(self._saved.tokenizer()[1], model.family)
         self._batch = config.training.global_batch_size
-        self._mine = process_rows(self._placed.batch_sharding, self._batch)
+        self._mine = process_rows(self._sharded_model.batch_sharding, self._batch)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -92,7 +92,7 @@ class Embedder:
     @cached_property
     def _parameters(self) -> Tree:
         """The parameters of the encoder, and zeros for its heads, which folders of encoders alone don't have."""
-        return self._saved.parameters(self._placed, without=HEADS)
+        return self._saved.parameters(self._sharded_model, without=HEADS)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Returns float16[texts, width]; zeros for a text without tokens.
@@ -129,29 +129,29 @@ class Embedder:
         for i, each in enumerate(ids):
             row, _ = self._encoder.format.row((each,), length)
             tokens[i, : len(row)], sizes[i] = row, len(row)
-        place = np.arange(length)
+        position = np.arange(length)
         # Without [CLS] and [SEP], which would make up most of the mean of a short text.
-        is_text = ((place > 0) & (place < sizes[:, None] - 1)).astype(np.float32)
+        is_text = ((position > 0) & (position < sizes[:, None] - 1)).astype(np.float32)
         arrays = {
             "tokens": tokens,
             "token_types": np.zeros_like(tokens),
-            "padding_mask": (place < sizes[:, None]).astype(np.int32),
+            "padding_mask": (position < sizes[:, None]).astype(np.int32),
             "is_text": is_text,
         }
         local = {name: array[self._mine] for name, array in arrays.items()}
-        batch = global_batch(self._placed.batch_sharding, local, self._batch)
-        return np.asarray(self._placed.on_mesh(self._compiled, self._parameters, batch))[: len(ids)]
+        batch = global_batch(self._sharded_model.batch_sharding, local, self._batch)
+        return np.asarray(self._sharded_model.on_mesh(self._compiled, self._parameters, batch))[: len(ids)]
 
     @cached_property
     def _compiled(self) -> Any:
-        return jax.jit(self._mean, out_shardings=replicated(self._placed.mesh))
+        return jax.jit(self._mean, out_shardings=replicated(self._sharded_model.mesh))
 
     def _mean(self, parameters: Tree, batch: dict[str, Array]) -> Array:
         """Returns float16[batch, width]."""
-        with use_rules(self._placed.layout.rules):
-            model = self._placed.inference_model(parameters)
+        with use_rules(self._sharded_model.layout.rules):
+            model = self._sharded_model.inference_model(parameters)
             assert isinstance(model, BERTEncoder)  # checked in __init__
-            hidden = model.final_norm(final_hidden_states(self._placed, parameters, batch))
+            hidden = model.final_norm(final_hidden_states(self._sharded_model, parameters, batch))
             # The mean in float32: a sum of 256 states in 16 bits loses digits.
             hidden = reshard_sequence(hidden, "seq").astype(jnp.float32)
             weights = batch["is_text"][:, :, None]

@@ -52,44 +52,44 @@ class ExactIndex:
         blocks = [queries[at : at + QUERIES] for at in range(0, len(queries), QUERIES)]
         found = [self._ordered(block, self._search(block, count + MARGIN), count) for block in blocks]
         empty = np.empty((0, count), np.int64), np.empty((0, count), np.float32)
-        places, distances = zip(*found, strict=True) if found else ([empty[0]], [empty[1]])
-        return np.concatenate(places), np.concatenate(distances)
+        rows, distances = zip(*found, strict=True) if found else ([empty[0]], [empty[1]])
+        return np.concatenate(rows), np.concatenate(distances)
 
-    def _ordered(self, queries: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _ordered(self, queries: np.ndarray, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Orders what was found by distances in float64."""
-        distances = np.full(places.shape, np.inf)
-        step = max(1, RESCORED // places.shape[1])
+        distances = np.full(rows.shape, np.inf)
+        step = max(1, RESCORED // rows.shape[1])
         for at in range(0, len(queries), step):
-            some = places[at : at + step]
+            some = rows[at : at + step]
             query, column = np.nonzero(some >= 0)
             vectors = self._vectors.take(some[query, column]).astype(np.float64)
             distances[at + query, column] = np.square(vectors - queries[at + query]).sum(axis=1)
-        # By distance, and equal ones by place: neither mesh nor block decides, unless float32 does not distinguish more
+        # By distance, and equal ones by row: neither mesh nor block decides, unless float32 does not distinguish more
         # than `MARGIN` from the last wanted one.
-        order = np.lexsort((places, distances), axis=1)[:, :count]
-        places, distances = (np.take_along_axis(each, order, axis=1) for each in (places, distances))
-        return places, distances.astype(np.float32)
+        order = np.lexsort((rows, distances), axis=1)[:, :count]
+        rows, distances = (np.take_along_axis(each, order, axis=1) for each in (rows, distances))
+        return rows, distances.astype(np.float32)
 
     def _search(self, queries: np.ndarray, count: int) -> np.ndarray:
         """Returns int64[queries, count], ordered by distances in float32."""
         # Numbers of queries are powers of two: few shapes to compile.
-        rows = np.zeros((1 << max(len(queries) - 1, 0).bit_length(), queries.shape[1]), np.float16)
-        rows[: len(queries)] = queries
-        places = np.full((len(queries), count), -1, np.int64)
+        padded = np.zeros((1 << max(len(queries) - 1, 0).bit_length(), queries.shape[1]), np.float16)
+        padded[: len(queries)] = queries
+        rows = np.full((len(queries), count), -1, np.int64)
         distances = np.full((len(queries), count), np.inf, np.float32)
         # A block may have fewer vectors than are wanted.
         taken = min(count, self._block)
         for first, block in self._on_devices():
-            near, at = self._on_mesh(rows, block, taken)
-            # Devices have consecutive shares of the block, so that places ascend, and equal distances keep their order.
+            near, at = self._on_mesh(padded, block, taken)
+            # Devices have consecutive shares of the block, so that rows ascend, and equal distances keep their order.
             share = first + np.arange(self._devices)[:, None, None] * self._block
-            at = np.concatenate([places, *(at.astype(np.int64) + share)[:, : len(queries)]], axis=1)
+            at = np.concatenate([rows, *(at.astype(np.int64) + share)[:, : len(queries)]], axis=1)
             near = np.concatenate([distances, *near[:, : len(queries)]], axis=1)
             # Block by block, so that memory holds one block's candidates beside the best so far.
             order = np.argsort(near, axis=1, kind="stable")[:, :count]
-            places, distances = (np.take_along_axis(each, order, axis=1) for each in (at, near))
-        places[np.isinf(distances)] = -1
-        return places
+            rows, distances = (np.take_along_axis(each, order, axis=1) for each in (at, near))
+        rows[np.isinf(distances)] = -1
+        return rows
 
     def _on_mesh(self, queries: np.ndarray, block: Array, count: int) -> tuple[np.ndarray, np.ndarray]:
         with jax.set_mesh(self._mesh):
@@ -97,18 +97,18 @@ class ExactIndex:
             return np.asarray(near), np.asarray(at)
 
     def _on_devices(self) -> Iterator[tuple[int, Array]]:
-        """Yields blocks on the devices, float16[devices, block, width], and the place of the first vector of each."""
+        """Yields blocks on the devices, float16[devices, block, width], and the number of the first row of each."""
         # float16 has 2 bytes. Vectors that fit stay on the devices: a server would send them for every few queries.
         if 2 * self._vectors.width * len(self._vectors) <= KEPT_BYTES * self._devices:
             yield from self._kept
         else:
-            yield from self._placed()
+            yield from self._uploaded()
 
     @cached_property
     def _kept(self) -> list[tuple[int, Array]]:
-        return list(self._placed())
+        return list(self._uploaded())
 
-    def _placed(self) -> Iterator[tuple[int, Array]]:
+    def _uploaded(self) -> Iterator[tuple[int, Array]]:
         size = self._block * self._devices
         for first, block in self._vectors.blocks(size):
             # Zeros fill up: they are found by no query.

@@ -44,7 +44,7 @@ class FaissIndex:
         name = digest({"of": identity, "factory": factory, "sample": sample, "size": len(vectors)})
         path = None if saved is None else saved.with_name(f"{saved.name}.{name}.faiss")
         # Vectors of chunks without text: faiss can't exclude them from its index, so `search` drops them.
-        zeros = [place + np.flatnonzero(~block.any(axis=1)) for place, block in vectors.blocks(BLOCK)]
+        zeros = [first + np.flatnonzero(~block.any(axis=1)) for first, block in vectors.blocks(BLOCK)]
         self._zeros = np.concatenate([np.empty(0, np.int64), *zeros])
         index = self._read(path)
         self._index = self._build(sample, path) if index is None else index
@@ -59,13 +59,13 @@ class FaissIndex:
         # More than `count`, so that enough are left without the vectors of zeros. If there are many of these, twice as
         # many have to do: most of them are not near a query that has text.
         wanted = min(count + len(self._zeros), len(self)) if len(self._zeros) < count else min(2 * count, len(self))
-        distances, places = self._index.search(np.ascontiguousarray(queries, np.float32), wanted)
-        distances = np.where((places < 0) | np.isin(places, self._zeros), np.inf, distances).astype(np.float32)
+        distances, rows = self._index.search(np.ascontiguousarray(queries, np.float32), wanted)
+        distances = np.where((rows < 0) | np.isin(rows, self._zeros), np.inf, distances).astype(np.float32)
         order = np.argsort(distances, axis=1, kind="stable")[:, :count]
-        places, distances = (np.take_along_axis(each, order, axis=1) for each in (places, distances))
-        missing = ((0, 0), (0, count - places.shape[1]))
-        places = np.pad(np.where(np.isinf(distances), -1, places), missing, constant_values=-1)
-        return places.astype(np.int64), np.pad(distances, missing, constant_values=np.inf)
+        rows, distances = (np.take_along_axis(each, order, axis=1) for each in (rows, distances))
+        missing = ((0, 0), (0, count - rows.shape[1]))
+        rows = np.pad(np.where(np.isinf(distances), -1, rows), missing, constant_values=-1)
+        return rows.astype(np.int64), np.pad(distances, missing, constant_values=np.inf)
 
     def _read(self, path: Path | None) -> Any:
         if path is None or not path.is_file():
@@ -95,9 +95,9 @@ class FaissIndex:
                 f"--index {self._factory} can't be trained on {len(chosen):,} vectors ({_reason(e)}): take fewer cells"
             ) from e
         with BytesProgress(f"filling {self._factory}", len(self._vectors)) as progress:
-            for place, block in self._vectors.blocks(BLOCK):
+            for first, block in self._vectors.blocks(BLOCK):
                 index.add(block.astype(np.float32))
-                progress.update(place + len(block))
+                progress.update(first + len(block))
         if path is not None:
             self._keep(index, path)
         return index

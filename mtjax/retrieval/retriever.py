@@ -25,7 +25,7 @@ from mtjax.retrieval.search import find
 
 @dataclass(frozen=True)
 class NeighbourSource:
-    """A neighbour, by its place in the database.
+    """A neighbour, by its position in the database.
 
     Attributes:
       corpus: its prefix.
@@ -120,19 +120,21 @@ class Retriever:
             raise UserError(
                 f"document {number} may be of {listed(names)}: name its corpus, for example {names[0]}:{number}"
             )
-        matching = [place for place, each in enumerate(names) if prefix in (None, each, Path(each).name)]
+        matching = [
+            corpus_number for corpus_number, each in enumerate(names) if prefix in (None, each, Path(each).name)
+        ]
         if len(matching) != 1:
             has = "no corpus" if not matching else "several corpora"
             raise UserError(
                 f"the database has {has} {prefix}, of which document {number} would be: name {listed(names)}"
             )
-        [place] = matching
-        if number >= (documents := len(corpora[place])):
+        [corpus_number] = matching
+        if number >= (documents := len(corpora[corpus_number])):
             raise UserError(
-                f"{names[place]} has {documents:,} documents, from 0 to {documents - 1:,}, and no document {number}: "
-                "correct its number"
+                f"{names[corpus_number]} has {documents:,} documents, from 0 to {documents - 1:,}, and no document "
+                f"{number}: correct its number"
             )
-        return int(self.database.chunks.first_documents[place]) + number
+        return int(self.database.chunks.first_documents[corpus_number]) + number
 
     def find(self, chunks: Sequence[np.ndarray], without: Sequence[Collection[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Finds the neighbours of chunks, the nearest first.
@@ -165,7 +167,7 @@ class Retriever:
         return self.database.chunks.padded(numbers, self._retrieved, self._tokenizer.eod, self._tokenizer.vocab_size)
 
     def sources(self, numbers: np.ndarray, distances: np.ndarray) -> list[NeighbourSource]:
-        """Returns the places of a chunk's neighbours, without those that are missing."""
+        """Returns the positions of a chunk's neighbours, without those that are missing."""
         return [
             self._source(number, distance)
             for number, distance in zip(numbers.tolist(), distances.tolist(), strict=True)
@@ -175,11 +177,13 @@ class Retriever:
     def _source(self, number: int, distance: float) -> NeighbourSource:
         chunks = self.database.chunks
         document = int(chunks.documents(np.array(number)))
-        place = int(np.searchsorted(chunks.first_documents, document, side="right")) - 1
+        corpus_number = int(np.searchsorted(chunks.first_documents, document, side="right")) - 1
         token = (number - chunks.chunks_of(document, document)[0]) * chunks.chunk
-        corpus = chunks.corpora[place].prefix
+        corpus = chunks.corpora[corpus_number].prefix
         text = text_of_chunk(chunks.tokens(number, self._retrieved), self._tokenizer, corpus)
-        return NeighbourSource(str(corpus), document - int(chunks.first_documents[place]), token, distance, text)
+        return NeighbourSource(
+            str(corpus), document - int(chunks.first_documents[corpus_number]), token, distance, text
+        )
 
 
 def _split(name: str) -> tuple[str | None, int]:
@@ -219,7 +223,7 @@ def _open(prefixes: Sequence[str]) -> _Opened:
     found = [Embeddings.open(default_path(prefix)) for prefix in prefixes]
     corpora = [each.corpus(prefix) for each, prefix in zip(found, prefixes, strict=True)]
     contents = [corpus.content() for corpus in corpora]
-    if twice := next((place for place, each in enumerate(contents) if each in contents[:place]), None):
+    if twice := next((index for index, each in enumerate(contents) if each in contents[:index]), None):
         first = prefixes[contents.index(contents[twice])]
         raise UserError(f"--retrieve {first} and {prefixes[twice]} are the same text: remove one")
     described = [

@@ -70,8 +70,8 @@ def find(
     # Twice as many at first: neighbours of the own document are usually among the nearest, and are dropped.
     open_queries, wanted = np.flatnonzero(queries.any(axis=1)), min(2 * count, len(index))
     while len(open_queries):
-        places, near = index.search(queries[open_queries], wanted)
-        chunks, short = vectors.chunks(places), []
+        row_numbers, near = index.search(queries[open_queries], wanted)
+        chunks, short = vectors.chunks(row_numbers), []
         for query, candidates, of_each in zip(open_queries.tolist(), chunks, near, strict=True):
             real = candidates >= 0
             kept = np.flatnonzero(real)[keeps(query, candidates[real])][:count]
@@ -179,15 +179,15 @@ def _keeps(
     rules: NeighbourRules,
 ) -> Keeps:
     """Drops chunks of a sample's own documents, and as the rules say those that overlap with the next chunk."""
-    own = [database.numbers(*documents_of(dataset, number)) for number in numbers]
+    chunks_of_sample = [database.numbers(*documents_of(dataset, number)) for number in numbers]
     chunk = database.chunk
     per_sample = tokens.shape[1] // chunk
 
     def keeps(query: int, candidates: np.ndarray) -> np.ndarray:
-        sample, place = divmod(query, per_sample)
-        kept = ~np.isin(database.documents(candidates), own[sample])
+        sample, chunk_in_sample = divmod(query, per_sample)
+        kept = ~np.isin(database.documents(candidates), chunks_of_sample[sample])
         # The next chunk is what the model predicts with these neighbours: one that has its text would give it away.
-        following = tokens[sample, (place + 1) * chunk : (place + 2) * chunk]
+        following = tokens[sample, (chunk_in_sample + 1) * chunk : (chunk_in_sample + 2) * chunk]
         if rules.without_overlap and len(following):
             left = rules.neighbours
             for number in np.flatnonzero(kept):
@@ -223,18 +223,18 @@ def of_corpus(
       kind: of the index and all that its answers depend on: a search goes on only with the same.
       block: chunks that are searched together.
     """
-    own = ChunkDatabase([corpus], embeddings.header.chunk)
+    database_of_queries = ChunkDatabase([corpus], embeddings.header.chunk)
     identity = {"of": asdict(embeddings.header), "in": database.described, "rules": rules.described(kind)}
-    shape = (len(own), rules.neighbours)
+    shape = (len(database_of_queries), rules.neighbours)
     rows = RowsFile(path, shape, "<i8", identity)
     distances = RowsFile(path.with_suffix(".distances.npy"), shape, "<f4", identity)
-    with rows.opened(), distances.opened(), BytesProgress("searching neighbours", len(own)) as progress:
+    with rows.opened(), distances.opened(), BytesProgress("searching neighbours", len(database_of_queries)) as progress:
         done = min(rows.done, distances.done)
         rows.rewind(done)
         distances.rewind(done)
-        while rows.done < len(own):
-            begin, end = rows.done, min(rows.done + block, len(own))
-            documents = own.documents(np.arange(begin, end))
+        while rows.done < len(database_of_queries):
+            begin, end = rows.done, min(rows.done + block, len(database_of_queries))
+            documents = database_of_queries.documents(np.arange(begin, end))
 
             def keeps(query: int, candidates: np.ndarray, documents: np.ndarray = documents) -> np.ndarray:
                 mine = database.chunks.numbers(corpus, documents[query : query + 1])

@@ -16,7 +16,7 @@ class VectorRange(NamedTuple):
 
 
 class Vectors:
-    """The vectors in which neighbours are searched, in places 0, 1, ...; a place has the number of a chunk.
+    """The vectors in which neighbours are searched, in rows 0, 1, ...; each row has the number of a chunk.
 
     Attributes:
       width: of a vector.
@@ -29,33 +29,33 @@ class Vectors:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def chunks(self, places: np.ndarray) -> np.ndarray:
-        """Returns the chunk of each place, of the same shape; -1 for -1."""
-        # clip: places of -1 and those of empty indices must not be out of range before `where` drops them.
-        part = np.searchsorted(self._ends, places, side="right").clip(0, len(self.parts) - 1)
-        # The place of the part's first row, and the chunk of it.
+    def chunks(self, row_numbers: np.ndarray) -> np.ndarray:
+        """Returns the number of each row's chunk, of the same shape; -1 for -1."""
+        # clip: rows of -1 and those of empty indices must not be out of range before `where` drops them.
+        part = np.searchsorted(self._ends, row_numbers, side="right").clip(0, len(self.parts) - 1)
+        # The number of the part's first row, and its chunk.
         begins = np.array([end - (p.end - p.begin) for end, p in zip(self._ends, self.parts, strict=True)], np.int64)
         chunks = np.array([p.first + p.begin for p in self.parts], np.int64)
-        return np.where(places < 0, -1, chunks[part] + places - begins[part])
+        return np.where(row_numbers < 0, -1, chunks[part] + row_numbers - begins[part])
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the first place of each block, and its vectors, float16[at most size, width]."""
-        place = 0
+        """Yields the number of the first row of each block, and its vectors, float16[at most size, width]."""
+        first = 0
         for part in self.parts:
             for at in range(part.begin, part.end, size):
                 block = np.asarray(part.rows[at : min(at + size, part.end)])
-                yield place, block
-                place += len(block)
+                yield first, block
+                first += len(block)
 
-    def take(self, places: np.ndarray) -> np.ndarray:
-        """Returns the vectors of some places, float16[places, width]."""
-        out = np.empty((len(places), self.width), np.float16)
-        part = np.searchsorted(self._ends, places, side="right")
+    def take(self, row_numbers: np.ndarray) -> np.ndarray:
+        """Returns the vectors of some rows, float16[rows, width]."""
+        out = np.empty((len(row_numbers), self.width), np.float16)
+        part = np.searchsorted(self._ends, row_numbers, side="right")
         for number, each in enumerate(self.parts):
             mine = part == number
             begin = int(self._ends[number]) - (each.end - each.begin)
             # File by file: fancy indexing of a memory map reads only the rows that are asked for.
-            out[mine] = each.rows[each.begin + places[mine] - begin]
+            out[mine] = each.rows[each.begin + row_numbers[mine] - begin]
         return out
 
 

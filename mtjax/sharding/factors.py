@@ -13,7 +13,7 @@ def sharded_by_rows(table: Float[Array, "rows columns"]) -> Float[Array, "rows c
 
 def times_factors(parameter: Array, factors: Array) -> Array:
     """Multiplies a parameter, sharded in any way, by factors of as many dimensions, of size 1 where they are equal."""
-    place = jax.typeof(parameter).sharding.spec
+    entries_of_parameter = jax.typeof(parameter).sharding.spec
     # Sharded like the parameter, so that the product moves nothing.
-    entries = [entry if size > 1 else None for entry, size in zip(place, factors.shape, strict=True)]
+    entries = [entry if size > 1 else None for entry, size in zip(entries_of_parameter, factors.shape, strict=True)]
     return parameter * reshard(factors, PartitionSpec(*entries))

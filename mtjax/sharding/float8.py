@@ -258,11 +258,11 @@ def _counts(recipe: Recipe, scales: Scales, x_largest: Array, g_largest: Array) 
         count, index = scales.age.shape[-1], scale_index(largest, kind, recipe.digits)
         is_found = (jnp.arange(count) == index[:, None]) & (largest > 0)[:, None]
         repeats = scales.age.shape[1] // len(largest)
-        place = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
+        sharding = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
         shape = (len(largest), repeats, count)
         # The state has a row for each head, on every mesh: a rank with several heads fills all of their rows.
-        every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=place)
-        return every.reshape(-1, count, out_sharding=PartitionSpec(place[0], None))
+        every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=sharding)
+        return every.reshape(-1, count, out_sharding=PartitionSpec(sharding[0], None))
 
     counts = jnp.stack([rows(x_largest, E4M3), rows(g_largest, recipe.gradient_type)])
     return Scales(jnp.zeros_like(scales.scale), varying_like(counts, scales.age))

@@ -351,13 +351,13 @@ def distributed_gradients(
         """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
         # What varies over an axis has a gradient that is local to each rank along it.
         parameters, batch = region.mark_varying(parameters, batch)
-        of_trained, own = model, trained(records, parameters)
-        if own is not parameters:
+        of_trained, trained_parameters = model, trained(records, parameters)
+        if trained_parameters is not parameters:
             # Frozen parameters are bound to the model, so that what follows sees trained ones alone.
             from mtjax.sharding.trainable import bind_frozen
 
             of_trained = bind_frozen(model, records, parameters, schedule)
-        losses, gradients = schedule.gradients(of_trained, own, batch, reduction)
+        losses, gradients = schedule.gradients(of_trained, trained_parameters, batch, reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)

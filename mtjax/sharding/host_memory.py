@@ -46,20 +46,20 @@ def on_device(tree: Any) -> Any:
 def copied_to_device(tree: Any) -> Any:
     """Copies arrays of the host's memory to the device; others are returned as they are."""
     # A sharding that names no memory is in the device's.
-    place = lambda a: NamedSharding(a.sharding.mesh, a.sharding.spec)  # noqa: E731
-    return jax.tree.map(lambda a: jax.device_put(a, place(a)) if is_on_host(a) else a, tree)
+    sharding = lambda a: NamedSharding(a.sharding.mesh, a.sharding.spec)  # noqa: E731
+    return jax.tree.map(lambda a: jax.device_put(a, sharding(a)) if is_on_host(a) else a, tree)
 
 
-def by_memory(function: Callable[[Any, tuple[Any, ...]], Any], tree: Any, own: tuple[Any, ...]) -> Any:
+def by_memory(function: Callable[[Any, tuple[Any, ...]], Any], tree: Any, values: tuple[Any, ...]) -> Any:
     """Applies a compiled function to a tree of arrays; if some are in the host's memory, to one array at a time.
 
     Args:
       function: (tree, a value of each leaf) -> a tree alike.
       tree: arrays.
-      own: the values.
+      values: of the leaves.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_on_host, leaves)):
-        return function(tree, own)
+        return function(tree, values)
     # Together they might not fit into the device's memory.
-    return structure.unflatten([function(leaf, (value,)) for leaf, value in zip(leaves, own, strict=True)])
+    return structure.unflatten([function(leaf, (value,)) for leaf, value in zip(leaves, values, strict=True)])

@@ -257,8 +257,8 @@ def _fitted(states: Tree, weights: Tree) -> Tree:
     matrices = [weights["weight"]] if "weight" in weights else [weights[name]["weight"] for name in JOINED]
     known = state["scale"][..., 1]
     # ZeRO-1 may shard weights along `layers`, and never scales.
-    place = jax.typeof(known).sharding.spec
-    each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
+    sharding = jax.typeof(known).sharding.spec
+    each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), sharding) for m in matrices]
     largest = jnp.stack(each).max(0).astype(jnp.float32)
     scale = fitting_scale(largest, E4M3, _digits(state))
     # The states of padding layers, whose weights are 0, remain 0.

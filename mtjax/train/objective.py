@@ -45,6 +45,8 @@ class RunData:
     `tokenizer.json` among them is the tokenizer itself."""
     is_saved: bool = False
     """Whether the run's folder already has the tokenizer and these files, which never change."""
+    tokenizer_name: str = "the run's tokenizer"
+    """What messages call the tokenizer: as the user named it, or its file."""
     read: Mapping[str, tuple[TrainingText, ...]] = field(default_factory=dict)
     """The texts or rows that were read, by what they are: they must be the same in all processes."""
 
@@ -306,7 +308,7 @@ class Pretraining:
         if config.output.valid_every:
             held_out = data.open_dataset(config, "valid", count, tokenizer)
             read["validation text"] = data.describe_texts(config, tokenizer, "valid")
-        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved, read)
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved, found.name, read)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.

@@ -116,9 +116,9 @@ def _factored(
         second, largest = dimensions
         rows = decay * rows + (1 - decay) * square.mean(largest)
         columns = decay * columns + (1 - decay) * square.mean(second)
-        own = second - (second > largest)  # the second dimension, in an array without the largest
+        second_of_rows = second - (second > largest)  # the second dimension, in an array without the largest
         # Rows times columns over their mean approximate each square (algorithm 4).
-        row_factor = (rows / rows.mean(own, keepdims=True)) ** -0.5
+        row_factor = (rows / rows.mean(second_of_rows, keepdims=True)) ** -0.5
         update = gradient * jnp.expand_dims(row_factor, largest) * jnp.expand_dims(columns**-0.5, second)
     # Each layer is clipped by itself, as if it were no stack.
     of_layer = tuple(range(int(record.logical_axes[:1] == (LAYERS,)), gradient.ndim))

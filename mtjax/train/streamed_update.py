@@ -63,8 +63,8 @@ class Ranks:
     def divided(self, stack: Array) -> Array:
         """Divides the first dimension: [layers of all ranks, ...] -> [ranks, layers, ...]."""
         spec = jax.typeof(stack).sharding.spec
-        place = PartitionSpec(spec[0], None, *spec[1:])
-        return lax.reshape(stack, (self.count, self.layers, *stack.shape[1:]), out_sharding=place)
+        sharding = PartitionSpec(spec[0], None, *spec[1:])
+        return lax.reshape(stack, (self.count, self.layers, *stack.shape[1:]), out_sharding=sharding)
 
     def joined(self, stack: Array) -> Array:
         """Undoes `divided`."""
@@ -182,7 +182,7 @@ def streamed_update(
     return updated, on_adam(lambda a: a._replace(mu=mu, nu=nu), one.counted())
 
 
-Stack = tuple[Array, ...]
+StackArrays = tuple[Array, ...]
 """Gradients, parameters, first and second moments, [ranks, layers, ...] each."""
 Layer = list[Array]
 """Arrays of a layer on the device, in the order of a stack: those that are in the host's memory between steps."""
@@ -208,7 +208,7 @@ class _LayerLoop:
 
     @classmethod
     def of(
-        cls, one: Streamed, ranks: Ranks, records: Sequence[ParamSpec], orders: Orders, arrays: Sequence[Stack]
+        cls, one: Streamed, ranks: Ranks, records: Sequence[ParamSpec], orders: Orders, arrays: Sequence[StackArrays]
     ) -> "_LayerLoop":
         """Describes the loop over stacks, or over arrays outside them."""
         numbers = [ranks.numbers(order_of(record.name, orders)) for record in records]
@@ -217,7 +217,7 @@ class _LayerLoop:
         hosted = tuple(i for i, a in enumerate(arrays[0]) if is_traced_on_host(a))
         return cls(one, ranks, records, numbers, exchange_pairs(sizes), hosted)
 
-    def run(self, arrays: Sequence[Stack]) -> list[Stack]:
+    def run(self, arrays: Sequence[StackArrays]) -> list[StackArrays]:
         """Updates gradients, parameters and moments; returns parameters and moments, each in its memory."""
         stacks = [tuple(map(self.ranks.divided, stack)) for stack in arrays]
         last, first = self.ranks.layers - 1, jnp.asarray(0)
@@ -228,8 +228,8 @@ class _LayerLoop:
         return [tuple(map(self.ranks.joined, stack[1:])) for stack in stacks]
 
     def _iteration(
-        self, k: Array, carry: tuple[list[Stack], list[Layer]], *, reads_ahead: bool
-    ) -> tuple[list[Stack], list[Layer]]:
+        self, k: Array, carry: tuple[list[StackArrays], list[Layer]], *, reads_ahead: bool
+    ) -> tuple[list[StackArrays], list[Layer]]:
         """Updates layer k of all stacks.
 
         Args:
@@ -238,33 +238,33 @@ class _LayerLoop:
           reads_ahead: whether there is a next layer.
         """
         stacks, held = list(carry[0]), list(carry[1])
-        for place, pair in enumerate(self.pairs):
+        for pair_index, pair in enumerate(self.pairs):
             early, late = pair[-1], pair[0] if len(pair) > 1 else None
-            leaving = self._update(stacks, early, held[place], k)
+            leaving = self._update(stacks, early, held[pair_index], k)
             k, arrived = self._exchange(stacks, k, early, leaving, late)
             leaving = [] if late is None else self._update(stacks, late, arrived, k)
-            k, held[place] = self._exchange(stacks, k, late, leaving, early if reads_ahead else None, ahead=1)
+            k, held[pair_index] = self._exchange(stacks, k, late, leaving, early if reads_ahead else None, ahead=1)
         return stacks, held
 
-    def _read(self, stack: Stack, k: Array) -> Layer:
+    def _read(self, stack: StackArrays, k: Array) -> Layer:
         """Reads a layer's arrays from the host."""
         return [on_device(self.ranks.layer(stack[i], k)) for i in self.hosted]
 
-    def _update(self, stacks: list[Stack], place: int, arrived: Layer, k: Array) -> Layer:
-        """Updates a layer of the stack at `place`: returns what is to be written to the host, and replaces the rest."""
-        stack = list(stacks[place])
+    def _update(self, stacks: list[StackArrays], stack_index: int, arrived: Layer, k: Array) -> Layer:
+        """Updates a layer of this stack: returns what is to be written to the host, and replaces the rest."""
+        stack = list(stacks[stack_index])
         layer = [self.ranks.layer(a, k) if i not in self.hosted else a for i, a in enumerate(stack)]
         for i, array in zip(self.hosted, arrived, strict=True):
             layer[i] = array
-        new = self.one(self.records[place], *layer, rows=self.numbers[place][k])
+        new = self.one(self.records[stack_index], *layer, rows=self.numbers[stack_index][k])
         # What stays on the device. 0 is the gradient, which nothing writes.
         for i in {1, 2, 3}.difference(self.hosted):
             stack[i] = self.ranks.with_layer(stack[i], new[i - 1], k)
-        stacks[place] = tuple(stack)
+        stacks[stack_index] = tuple(stack)
         return [new[i - 1] for i in self.hosted]
 
     def _exchange(
-        self, stacks: list[Stack], k: Array, to: int | None, leaving: Layer, source: int | None, ahead: int = 0
+        self, stacks: list[StackArrays], k: Array, to: int | None, leaving: Layer, source: int | None, ahead: int = 0
     ) -> tuple[Array, Layer]:
         """Writes a layer to the host, and reads one of another stack: array by array, one in each direction at a time.
 
@@ -280,10 +280,10 @@ class _LayerLoop:
           k, which is known only when all has arrived, and what was read.
         """
         arrived: Layer = []
-        for place, i in enumerate(self.hosted):
+        for position, i in enumerate(self.hosted):
             written = read = None
             if to is not None:
-                written = self.ranks.with_layer(stacks[to][i], jax.device_put(leaving[place], HOST), k)
+                written = self.ranks.with_layer(stacks[to][i], jax.device_put(leaving[position], HOST), k)
             if source is not None:
                 read = on_device(self.ranks.layer(stacks[source][i], k + ahead))
             # XLA: the next copies depend on k, and so begin when this pair has arrived.

@@ -3,6 +3,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mtjax.data.commands import preprocess
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.source import parse_sources
 from mtjax.data.corpus.words import Word
+from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.family import DOCUMENTS
 from mtjax.data.tokens.tokenizer import open_tokenizer
@@ -333,6 +336,37 @@ def test_segments_on_request(config, indexed):
     run = config(indexed[0], reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
     segments = [open_dataset(run, "train", 20)[i]["segment_ids"].max() for i in range(20)]
     assert max(segments) > 0
+
+
+def test_settings_that_look_for_ends_of_documents_are_told_that_there_are_none(config, indexed, tmp_path, monkeypatch):
+    arguments = f"--input {tmp_path}/b.jsonl --output {tmp_path}/c --workers 0 --tokenizer {tmp_path}/tokenizer.json"
+    assert preprocess.main(arguments.split()) == 0
+    without, asked = tmp_path / "c_text_document", {"reset_attention_mask": True, "eod_mask_loss": True}
+    tokenizer = open_tokenizer(f"{tmp_path}/tokenizer.json")
+    packed = tmp_path / "packed"  # as by another program: documents end inside of the one sequence
+    ids = IndexedDataset(without)
+    with IndexedWriter(packed, ids.dtype) as writer:
+        text = np.concatenate([ids[0], [tokenizer.eod], ids[1]])
+        writer.add(text, np.array([len(text)]), np.array([1]))
+        writer.finish()
+    named = {"tokenizer": f"{tmp_path}/tokenizer.json"}
+
+    def notes(*corpora: Path, **settings: Any) -> list[str]:
+        run = RunText(config(" ".join(map(str, corpora)), **named, **settings).data)
+        return run.check_corpora("own", run.tokenizer)
+
+    assert notes(without) == notes(indexed[0], packed, **asked) == []
+    (note,) = notes(indexed[0], without, **asked)
+    assert note.startswith(
+        f"{without} has no ends of documents (<|endoftext|>, token {tokenizer.eod}) where they were looked for: "
+        "--reset-attention-mask and --eod-mask-loss have no effect on it"
+    )
+    # The corpus ends its documents with another token than the run.
+    other = tokenizer.token(tokenizer.vocab_size - 1)
+    (note,) = notes(packed, reset_position_ids=True, eod_token=other)
+    assert "--reset-position-ids has no effect on it" in note
+    monkeypatch.setattr("mtjax.data.corpus.ends.PIECES", 0)
+    assert notes(indexed[0], **asked) == []  # the last tokens are enough
 
 
 def test_bert_and_t5_from_text(config, tmp_path):

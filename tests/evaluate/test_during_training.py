@@ -10,6 +10,7 @@ import pytest
 from mtjax.commands.evaluate import main as evaluate
 from mtjax.commands.train import main as train
 from mtjax.config import Config, replace
+from mtjax.data.corpus.meta import Meta, write_meta
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.evaluate import during_training
 from mtjax.evaluate.during_training import evaluations_of, first_tokens_in
@@ -35,6 +36,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "short.txt").write_text(TEXT[:500])
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": "the cat and the dog went on to the road"}) + "\n")
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").touch()
+    write_meta(tmp_path / "corpus.meta.json", Meta("hf:elsewhere.json", 9, 0, "another", idx_crc32=0, bin_crc32=0))
     return tmp_path
 
 
@@ -98,6 +102,7 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
     named = f"{tmp_path}/named/tokenizer.json"
     config = replace(Config(), data=str(tmp_path / "text.jsonl"), cache_dir=tmp_path / "cache", tokenizer=named)
     found, run = find_tokenizer(config, None, None), _made(tmp_path / "run")
+    assert found.name == named  # for messages
     new = RunData(found.tokenizer, [], None, NO_POSITION, found.files)
     new.save(run)
     assert first_tokens_in(new) == [1]
@@ -138,6 +143,10 @@ def test_processes_compare_the_rows_of_tasks(folder, monkeypatch) -> None:
         (["--evaluate", "lambada=none.jsonl"], "--evaluate lambada: none.jsonl does not exist"),
         (["--evaluate", "lambada=a", "lambada=b"], "names a task twice"),
         (["--evaluate", "lambada=text.txt"], "text.txt, line 1 is not JSON"),
+        (
+            ["--evaluate", "perplexity=corpus"],
+            "corpus was made with hf:elsewhere.json (9 tokens), and the tokenizer trained on the text (",
+        ),
         (["--evaluate", "lambada=lambada.jsonl", "--family", "bert"], "which a bert does not: remove it"),
         (["--keep-best", "lambada/accuracy"], "--keep-best lambada/accuracy is not one of valid_loss"),
         (["--keep-best", "valid_loss"], "requires validation, but valid_every is 0"),

@@ -1,7 +1,10 @@
 """What each task asks, what it makes of the answers, and what it says of data that are not its own."""
 
+import errno
+import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import RowScores, ScoredRow
 from mtjax.evaluate.tasks.registry import KINDS
-from mtjax.evaluate.tasks.task import EvaluationTask, RowSettings
+from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, RowSettings
 from mtjax.evaluate.tasks.wikitext103 import detokenized
 from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 
@@ -30,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 
 def open_task(name: str, path: Path, tokenizer) -> EvaluationTask:
-    return KINDS[name].open(path, tokenizer, SETTINGS)
+    return KINDS[name].open(path, NamedTokenizer("hf:own", tokenizer), SETTINGS)
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -150,28 +153,95 @@ def test_bits_per_byte_of_documents(tmp_path, tokenizer) -> None:
         assert results["documents"] == 2
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tmp_path, tokenizer) -> None:
-    """Of as many tokens: nothing else tells that the ids mean other text."""
-    (tmp_path / "text.txt").write_text("the cat\n")
+TOKENIZERS = {"base": ["qqq"], "other": ["zzz"], "grown": ["qqq", "zzz"], "cuts": ["qqq", "brown"]}
+"""Tokens after the same ones; `brown` is in texts by which tokenizers are compared."""
+
+
+@pytest.fixture
+def preprocessed(tmp_path):
+    """Makes a corpus with one of several tokenizers, and opens it with another."""
+    (tmp_path / "text.jsonl").write_text('{"text": "the cat"}\n{"text": "the road"}\n')
     names = {}
-    for name, more in (("one", "q"), ("other", "z")):
+    for name, added in TOKENIZERS.items():
         library = small_tokenizer()
-        library.add_tokens([more * 3])
+        library.add_tokens(added)
         library.save(str(tmp_path / f"{name}.json"))
         names[name] = f"hf:{tmp_path / name}.json"
-    words = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "corpus"), "--workers", "0"]
-    assert preprocess.main([*words, "--tokenizer", names["one"]]) == 0
-    corpus = tmp_path / "corpus_text_document"
-    assert open_task("perplexity", corpus, open_tokenizer(names["one"])).rows
-    with pytest.raises(UserError, match=r"was made with hf:.*one\.json .* and the model's tokenizer .* is another"):
-        open_task("perplexity", corpus, open_tokenizer(names["other"]))
+
+    def make(name: str, *words: str) -> Path:
+        prefix = tmp_path / f"{name}-{len(words)}"
+        given = ["--input", str(tmp_path / "text.jsonl"), "--output", str(prefix), "--workers", "0", "--append-eod"]
+        assert preprocess.main([*given, "--tokenizer", names[name], *words]) == 0
+        return Path(f"{prefix}_text_document")
+
+    def opened(corpus: Path, name: str) -> EvaluationTask:
+        named = NamedTokenizer(names[name], open_tokenizer(names[name]))
+        return KINDS["perplexity"].open(corpus, named, SETTINGS)
+
+    return make, opened, names
 
 
-def test_a_table_is_not_scored_as_text(tmp_path, tokenizer) -> None:
-    for name, content in (("a.csv", b"id,text\n1,the cat\n"), ("a.tsv", b"text\nthe cat\n"), ("rows", b"PAR1....")):
+def test_a_corpus_of_another_tokenizer_is_refused(preprocessed) -> None:
+    """Of as many tokens: nothing else tells that the ids mean other text."""
+    make, opened, names = preprocessed
+    corpus = make("base")
+    assert opened(corpus, "base").note == "each document begins with <|endoftext|>"
+    for other in ("other", "cuts"):
+        with pytest.raises(UserError) as e:
+            opened(corpus, other)
+        assert f"was made with {names['base']} (" in str(e.value)
+        assert f"and {names[other]} (" in str(e.value)
+        assert str(e.value).endswith("preprocess it again with this one (mtjax data preprocess --tokenizer)")
+
+
+def test_a_tokenizer_that_only_has_more_tokens_reads_the_corpus(preprocessed, tmp_path) -> None:
+    make, opened, names = preprocessed
+    corpus = make("base")
+    record = Path(f"{corpus}.meta.json")
+    fields = json.loads(record.read_text())
+    size = fields["vocab_size"]
+    for facts in (fields, fields | {"tokenizer_digest": None}):  # of an earlier version
+        record.write_text(json.dumps(facts))
+        assert [counted(row) for row in opened(corpus, "grown").rows] == [
+            counted(r) for r in opened(corpus, "base").rows
+        ]
+        assert opened(corpus, "grown").note.endswith(
+            f"was made with {names['base']} ({size} tokens); {names['grown']} has 1 more, which are not in it"
+        )
+        with pytest.raises(UserError, match="is another tokenizer"):
+            opened(corpus, "cuts")
+    (tmp_path / "base.json").unlink()
+    with pytest.raises(UserError, match="is another tokenizer"):  # nothing tells whether it is the same but longer
+        opened(corpus, "grown")
+    with pytest.raises(UserError, match="is another tokenizer"):
+        opened(make("grown"), "other")
+
+
+def test_the_recorded_end_of_documents_is_not_scored(preprocessed) -> None:
+    make, opened, _ = preprocessed
+    usual, corpus = opened(make("base"), "base"), make("base", "--eod-token", "qqq")
+    assert [counted(row) for row in opened(corpus, "base").rows] == [counted(row) for row in usual.rows]
+    assert opened(corpus, "grown").results(RowScores(np.zeros(2), np.ones(2, bool)))["bytes"] == 15
+
+
+def test_a_table_is_not_scored_as_text(tmp_path, tokenizer, monkeypatch) -> None:
+    csv, names = b"id,text\n1,the cat @-@ dog\n", ("a.csv", "a.tsv", "A.CSV", "a.csv.gz", "rows", "arrow")
+    contents = (csv, b"text\nthe cat\n", csv, gzip.compress(csv), b"PAR1....", b"ARROW1..")
+    for name, content in zip(names, contents, strict=True):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=rf"{name} is a table, and must be text"):
-            open_task("perplexity", tmp_path / name, tokenizer)
+        for task in ("perplexity", "wikitext103"):
+            with pytest.raises(
+                UserError, match=rf"{name} is a table, and must be text{'' if task == 'wikitext103' else ','}"
+            ):
+                open_task(task, tmp_path / name, tokenizer)
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match=r"a\.csv can't be read: Permission denied"):
+        open_task("perplexity", tmp_path / "a.csv", tokenizer)
+
+
+def denied(path: Path, *_: object) -> None:
+    """Refuses to open a file, which no permissions do for root."""
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def test_documents_stand_behind_the_first_token_alone(tmp_path) -> None:
@@ -187,11 +257,12 @@ def test_documents_stand_behind_the_first_token_alone(tmp_path) -> None:
         writer.finish()
     data = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     for place in (data, prefix):
-        task = KINDS["perplexity"].open(place, tokenizer, RowSettings(8, 1, first))
+        task = KINDS["perplexity"].open(place, NamedTokenizer("hf:own", tokenizer), RowSettings(8, 1, first))
         assert [i for row in task.rows for i in counted(row)] == [i for text in texts for i in tokenizer.encode(text)]
         assert [row.tokens[: row.first].tolist() for row in task.rows if row.tokens[0] == 1] == [[1, 2], [1, 2]]
         assert task.results(RowScores(np.zeros(len(task.rows)), np.ones(len(task.rows), bool)))["bytes"] == 61
-        assert task.note == "each document begins with <s> </s>"
+        unknown = f"; {prefix} does not say which tokenizer made it: hf:own is taken for the same"
+        assert task.note == "each document begins with <s> </s>" + (unknown if place == prefix else "")
 
 
 def test_wikitext_stands_behind_what_the_tokenizer_adds(tmp_path) -> None:

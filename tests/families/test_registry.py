@@ -36,7 +36,7 @@ def test_the_parts_of_a_row_are_what_their_readers_expect(family: str):
         assert {*dir(load_part(name))} >= METHODS, name
     assert bool(row.with_head) == (family in ("gpt", "llama", "bert"))
     assert bool(row.with_head) or "head" not in family_of(family).choices, "follows from the row"
-    assert bool(row.predicting) == ("mtp_num_layers" in family_of(family).own)
+    assert bool(row.predicting) == ("mtp_num_layers" in family_of(family).settings)
 
 
 def test_the_parts_of_a_family_are_imported_when_they_are_used():

@@ -173,7 +173,9 @@ def metered(loop_settings: LayerLoopSettings) -> Any:
     """(layers, states) -> (the stream, the states), of a stack of metered layers; and its layers."""
     model = tiny_config(num_layers=LAYERS, attention="xla").model
     own = dataclasses.replace(stacks_of(model)[0], kind="metered")
-    stack = Stack(model, jnp.float32, own=own, loop_settings=loop_settings, parallel=Parallel(), key=jax.random.key(0))
+    stack = Stack(
+        model, jnp.float32, layer_stack=own, loop_settings=loop_settings, parallel=Parallel(), key=jax.random.key(0)
+    )
     x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
 
     def run(layers: Any, states: Any) -> Any:

@@ -36,7 +36,7 @@ from mtjax.layout.weights import attention_products, attention_sinks, cross_prod
 
 
 @dataclass(frozen=True)
-class _Heads(Part):
+class _HeadsPart(Part):
     """Formulas of both kinds of attention."""
 
     hidden: int
@@ -76,7 +76,7 @@ class _Heads(Part):
 
 
 @dataclass(frozen=True)
-class Attention(_Heads):
+class AttentionPart(_HeadsPart):
     """A norm and self-attention: query, key and value in one matmul, scores, an output projection."""
 
     kv_heads: int
@@ -208,7 +208,7 @@ class Attention(_Heads):
 
 
 @dataclass(frozen=True)
-class CrossAttention(_Heads):
+class CrossAttentionPart(_HeadsPart):
     """A norm and attention from a decoder's tokens to the encoder's, which every layer projects to keys and values."""
 
     read: int

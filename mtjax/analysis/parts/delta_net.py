@@ -12,7 +12,7 @@ from functools import partial
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.delta_kernels import DeltaSizes, delta_kernels
 from mtjax.analysis.parts.loop import LoopOverPieces
-from mtjax.analysis.parts.mamba import Mamba, of_convolution, of_pieces
+from mtjax.analysis.parts.mamba import MambaPart, of_convolution, of_pieces
 from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products
 from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.analysis.parts.sublayer import (
@@ -32,7 +32,7 @@ DELTA_INPUTS, DELTA_OUTPUT = "delta net inputs", "delta net output"
 
 
 @dataclass(frozen=True)
-class DeltaNet(Mamba):
+class DeltaNetPart(MambaPart):
     """A norm and a gated delta net: `h (2i + 2GN + 2H) + ih + K (i + 2GN) + 2H + i/H + h` parameters."""
 
     @property
@@ -107,7 +107,7 @@ class DeltaNet(Mamba):
     def _most_chunks(self, samples: int, heads: int) -> int:
         return delta_chunks_at_once(self.model, samples, heads)
 
-    def over_context(self, degree: int) -> "DeltaNet":
+    def over_context(self, degree: int) -> "DeltaNetPart":
         return replace(self, context=degree)
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ from mtjax.layout.weights import embedding_weights, relative_table
 
 
 @dataclass(frozen=True)
-class Lookup(Part):
+class LookupPart(Part):
     """A lookup in the vocabulary-parallel table: each rank looks up its rows, and the results are all-reduced."""
 
     rows: int
@@ -48,7 +48,7 @@ class Lookup(Part):
 
 
 @dataclass(frozen=True)
-class Positions(Part):
+class PositionsPart(Part):
     """A replicated table of learned positions."""
 
     tokens: int
@@ -70,7 +70,7 @@ class Positions(Part):
 
 
 @dataclass(frozen=True)
-class TokenTypes(Part):
+class TokenTypesPart(Part):
     """A replicated table of token types."""
 
     kinds: int
@@ -87,7 +87,7 @@ class TokenTypes(Part):
 
 
 @dataclass(frozen=True)
-class RelativeBias(Part):
+class RelativeBiasPart(Part):
     """A bias per head and bucket of distances, added to the scores of every layer of a stack (arXiv 1910.10683)."""
 
     buckets: int
@@ -108,7 +108,7 @@ class RelativeBias(Part):
 
 
 @dataclass(frozen=True)
-class Norm(Part):
+class NormPart(Part):
     """A norm outside the layers: on the embeddings, or after a stack."""
 
     path: str

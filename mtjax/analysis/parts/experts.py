@@ -26,7 +26,7 @@ from mtjax.analysis.parts.expert_dispatch import (
     chunk_loads,
     grouped_times,
 )
-from mtjax.analysis.parts.mlp import MLP
+from mtjax.analysis.parts.mlp import MLPPart
 from mtjax.analysis.parts.part import (
     Elementwise,
     Norms,
@@ -53,7 +53,7 @@ from mtjax.layout.weights import expert_biases, expert_products, mlp_products, r
 
 
 @dataclass(frozen=True)
-class Experts(Part):
+class ExpertsPart(Part):
     """A norm, a router, experts - each an MLP - and optionally a shared expert."""
 
     hidden: int
@@ -92,11 +92,11 @@ class Experts(Part):
         return 2 if self.is_gated else 1
 
     @property
-    def shared_expert(self) -> MLP | None:
+    def shared_expert(self) -> MLPPart | None:
         """The shared expert as an MLP; its norm is the experts'."""
         if not self.shared:
             return None
-        return MLP(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False, rank=self.rank)
+        return MLPPart(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False, rank=self.rank)
 
     @property
     def weights(self) -> list[Weight]:
@@ -185,7 +185,7 @@ class Experts(Part):
         experts = {"num_experts": self.count, "rank_experts": self.count // plan.mesh.expert}
         return {"top_k": self.top_k, **experts, "capacity": self._rank_capacity(plan)}
 
-    def over_context(self, degree: int) -> "Experts":
+    def over_context(self, degree: int) -> "ExpertsPart":
         """Returns the experts with the slots of all context parallel ranks: each has slots for an expert's capacity of
         the entire sample, or for all its tokens."""
         if self.capacity is None:

@@ -23,7 +23,7 @@ from mtjax.layout.weights import head_products, output_weights
 
 
 @dataclass(frozen=True)
-class OutputProjection(Part):
+class OutputProjectionPart(Part):
     """The output projection with vocabulary-parallel cross-entropy, of gathered sequences."""
 
     rows: int
@@ -87,7 +87,7 @@ def teacher_lines(ranks: str) -> list[Expectation]:
 
 
 @dataclass(frozen=True)
-class MaskedOutput(OutputProjection):
+class MaskedOutputPart(OutputProjectionPart):
     """BERT's output: replicated dense layer, activation and norm, then logits of masked tokens only.
 
     `tokens` is the most that are masked in a sample.
@@ -110,7 +110,7 @@ class MaskedOutput(OutputProjection):
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.hidden), *super().products(tensor_degree)]
 
-    def over_context(self, degree: int) -> "MaskedOutput":
+    def over_context(self, degree: int) -> "MaskedOutputPart":
         """Returns the head with the slots of all context parallel ranks: all masked tokens may be on any of them."""
         return replace(self, tokens=min(self.tokens * degree, self.sequence))
 
@@ -118,7 +118,7 @@ class MaskedOutput(OutputProjection):
         return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        return OutputProjection.backward_peak_bytes(self.over_context(plan.mesh.context), plan)
+        return OutputProjectionPart.backward_peak_bytes(self.over_context(plan.mesh.context), plan)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         masked = "batch*masked_tokens"
@@ -138,7 +138,7 @@ class MaskedOutput(OutputProjection):
 
 
 @dataclass(frozen=True)
-class OneToken(Part):
+class OneTokenPart(Part):
     """A replicated head on the hidden state of one token: an optional pooler, and a linear layer.
 
     BERT's sentence-order head, and the heads of finetuning.
@@ -165,7 +165,7 @@ class OneToken(Part):
         pooler = [Product(self.tokens, self.hidden, self.hidden)] if self.has_pooler else []
         return [*pooler, Product(self.tokens, self.hidden, self.outputs)]
 
-    def over_context(self, degree: int) -> "OneToken":
+    def over_context(self, degree: int) -> "OneTokenPart":
         """Returns the head as every context parallel rank computes it, though only one has the sample's token."""
         return replace(self, tokens=degree)
 
@@ -179,7 +179,7 @@ class OneToken(Part):
 
 
 @dataclass(frozen=True)
-class Spans(Part):
+class SpansPart(Part):
     """A replicated linear layer on every token, which scores the first and the last token of an answer."""
 
     hidden: int

@@ -54,7 +54,7 @@ OF_INPUT = {
 
 
 @dataclass(frozen=True)
-class LatentAttention(Part):
+class LatentAttentionPart(Part):
     """A norm and multi-head latent attention."""
 
     hidden: int

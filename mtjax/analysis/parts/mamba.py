@@ -44,7 +44,7 @@ STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT = "state-space inputs", "state-space outp
 
 
 @dataclass(frozen=True)
-class Mamba(Part):
+class MambaPart(Part):
     """A norm and a Mamba-2 mixer: `h (2i + 2GN + H) + ih + (K + 1)(i + 2GN) + 3H + i + h` parameters."""
 
     model: Model
@@ -167,7 +167,7 @@ class Mamba(Part):
         full_recompute = plan.recompute == "full"
         return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1, full_recompute=full_recompute)
 
-    def over_context(self, degree: int) -> "Mamba":
+    def over_context(self, degree: int) -> "MambaPart":
         return replace(self, context=degree)
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:

@@ -27,7 +27,7 @@ from mtjax.layout.weights import mlp_products
 
 
 @dataclass(frozen=True)
-class MLP(Part):
+class MLPPart(Part):
     """A norm, a projection to the inner width (two in a gated MLP), an activation, and a projection back."""
 
     hidden: int

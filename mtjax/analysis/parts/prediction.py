@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, Expectation
-from mtjax.analysis.parts.embedding import Lookup
+from mtjax.analysis.parts.embedding import LookupPart
 from mtjax.analysis.parts.part import (
     Elementwise,
     Part,
@@ -29,7 +29,7 @@ AHEAD = "mtp_"
 
 
 @dataclass(frozen=True)
-class LookupAhead(Lookup):
+class LookupAheadPart(LookupPart):
     """A lookup of later tokens in the embedding table, with the head: once per microbatch also in a pipeline."""
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
@@ -43,7 +43,7 @@ class LookupAhead(Lookup):
 
 
 @dataclass(frozen=True)
-class Combined(Part):
+class CombinedPart(Part):
     """The norms of embeddings and hidden states, the replicated product of both, and the final norm."""
 
     hidden: int

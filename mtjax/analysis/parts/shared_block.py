@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_RECOMPUTE, Expectation
-from mtjax.analysis.parts.attention import Attention
+from mtjax.analysis.parts.attention import AttentionPart
 from mtjax.analysis.parts.attention_collectives import context_collectives
-from mtjax.analysis.parts.mlp import MLP
+from mtjax.analysis.parts.mlp import MLPPart
 from mtjax.analysis.parts.part import (
     Elementwise,
     Part,
@@ -41,7 +41,7 @@ EMBEDDED = "embeddings that shared blocks read"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockAttention(Attention):
+class BlockAttentionPart(AttentionPart):
     """A norm of hidden states and embeddings side by side, and attention, with a layer's adapters of query, key and
     value; `hidden` is the width of the output, half of that of the input."""
 
@@ -60,7 +60,7 @@ class BlockAttention(Attention):
         # The block's attention is that of a model of twice the width, but for the output projection.
         fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
         del fields["low"]
-        wide = [of for of in Attention(**fields).weights if not of.name.startswith("attention.output.")]
+        wide = [of for of in AttentionPart(**fields).weights if not of.name.startswith("attention.output.")]
         return [*wide, *linear("attention.output", *self._products["output"], bias=False, rank=self.rank)]
 
     @property
@@ -116,7 +116,7 @@ class BlockAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockMLP(MLP):
+class BlockMLPPart(MLPPart):
     """A norm and a gated MLP, with a layer's adapter, whose gate and up have one A."""
 
     low: int
@@ -157,7 +157,7 @@ class BlockMLP(MLP):
 
 
 @dataclass(frozen=True)
-class Projection(Part):
+class ProjectionPart(Part):
     """The replicated product of a shared block's output, before it is added to the input of Mamba-2."""
 
     hidden: int
@@ -192,12 +192,12 @@ class Projection(Part):
 
 
 @dataclass(frozen=True)
-class Block(Part):
+class BlockPart(Part):
     """The weights of a shared block, which is outside the layers, and the embeddings that layers read."""
 
     is_read_by_layers: ClassVar[bool] = True
     name: str
-    parts: tuple[BlockAttention, BlockMLP]
+    parts: tuple[BlockAttentionPart, BlockMLPPart]
     keeps_embeddings: bool
     """Whether the embeddings count here: of one of the blocks."""
 

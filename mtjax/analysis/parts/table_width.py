@@ -13,7 +13,7 @@ TABLE_WIDTH = "table_width"
 
 
 @dataclass(frozen=True)
-class TableProjection(Part):
+class TableProjectionPart(Part):
     """A replicated product from the tables' width to that of the hidden states, or back."""
 
     name: str

@@ -63,8 +63,8 @@ def note_kernel(to: Translation, run: Config, mesh: MeshShape) -> None:
         return
     kernel, reason = choose_kernel(replace(run, attention="cudnn"), "gpu", mesh=mesh)
     if kernel != "cudnn" and choose_kernel(run, "gpu", mesh=mesh)[0] != "pallas":
-        own = choose_kernel(replace(run, attention="pallas"), "gpu", mesh=mesh)[0] == "pallas"
-        hint = "; --attention pallas does not have this limit" if own else ""
+        uses_pallas = choose_kernel(replace(run, attention="pallas"), "gpu", mesh=mesh)[0] == "pallas"
+        hint = "; --attention pallas does not have this limit" if uses_pallas else ""
         to.differences.append(f"cuDNN's flash attention is not used: {reason}{hint}")
 
 

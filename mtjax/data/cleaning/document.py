@@ -1,14 +1,15 @@
 """What cleaning does to one document at a time: repair, measure, sign. Runs in worker processes."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mtjax.data.cleaning.minhash import PERMUTATIONS, WORD, MinHash, Shingles
 from mtjax.data.cleaning.overlap import OVERLAP_WORDS, TestGrams, found_in, long_grams
+from mtjax.data.cleaning.removal_list import FoundIds, RemovalList
 from mtjax.data.corpus.documents import (
     DocumentChunk,
     Fault,
@@ -38,8 +39,8 @@ class CleanOptions:
       min_tokens: shorter documents are dropped.
       tokenizer: counts tokens; words are counted when None.
       shingle_words: length of the word n-grams by which documents are compared.
-      id_key: of the JSON objects' names.
-      removed_ids: names of documents to drop.
+      id_key: of the JSON objects' ids.
+      removal_list: ids of documents to drop.
     """
 
     key: str = "text"
@@ -48,7 +49,7 @@ class CleanOptions:
     tokenizer: Tokenizer | None = None
     shingle_words: int = 5
     id_key: str = "id"
-    removed_ids: frozenset[str] = frozenset()
+    removal_list: RemovalList = field(default_factory=RemovalList)
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ class Drop:
       line: where it is in its file.
       reason: in a few words.
       text: how it begins.
+      more: further facts by name, which JSON can have.
     """
 
     line: int
     reason: str
     text: str
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class CleanedChunk:
       drops: the others.
       errors: (line, what is wrong) of those that can't be read.
       repaired: how many texts the repair changed.
-      removed: ids of removal lists that documents have.
+      found: which ids of removal lists the documents have.
+      not_finite: rows in which NaN or an infinite number became null.
     """
 
     rows: list[bytes]
@@ -86,7 +90,8 @@ class CleanedChunk:
     drops: list[Drop]
     errors: list[tuple[int, str]]
     repaired: int
-    removed: Set[str | None]
+    found: FoundIds
+    not_finite: int
 
 
 class Cleaner:
@@ -103,20 +108,16 @@ class Cleaner:
         options = self._options
         kept: list[tuple[int, dict[str, Any], str]] = []
         drops, errors, repaired = [], [], 0
-        removed: set[str | None] = set()
+        found = FoundIds()
         for line, document in parsed(chunk, lambda raw: parse(raw, chunk.is_json, options.key)):
             if isinstance(document, Fault):
                 errors.append((line, document.message))
                 continue
             row, original = document
-            # Before the repair: an id decides, whatever the text. Lists have ids as text, JSON may have numbers.
-            name = id_of(row, options.id_key) if options.removed_ids else None
-            if options.removed_ids and name is None:
-                errors.append((line, f"no id under the key {options.id_key!r}, by which --remove-ids finds documents"))
-                continue
-            if name in options.removed_ids:
-                removed.add(name)
-                drops.append(Drop(line, "on a removal list", original[:EXCERPT]))
+            # Before the repair: an id decides, whatever the text.
+            listed = options.removal_list.find(row, options.id_key, found)
+            if listed is not None:
+                drops.append(Drop(line, "on a removal list", original[:EXCERPT], listed))
                 continue
             text = self._fix(original)
             try:
@@ -136,9 +137,17 @@ class Cleaner:
                 drops.append(Drop(line, f"shorter than {options.min_tokens} tokens", text[:EXCERPT]))
         # Documents on removal lists come before short ones of earlier lines.
         drops.sort(key=lambda drop: drop.line)
-        rows = [_line(row) for _, row, _ in long]
-        lines = np.array([line for line, _, _ in long], np.int64)
-        return CleanedChunk(rows, lines, self.sign([text for _, _, text in long]), drops, errors, repaired, removed)
+        written = [_line(row) for _, row, _ in long]
+        return CleanedChunk(
+            rows=[line for line, _ in written],
+            lines=np.array([line for line, _, _ in long], np.int64),
+            signatures=self.sign([text for _, _, text in long]),
+            drops=drops,
+            errors=errors,
+            repaired=repaired,
+            found=found,
+            not_finite=sum(not_finite for _, not_finite in written),
+        )
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         if self._options.tokenizer is None:
@@ -151,15 +160,6 @@ class Cleaner:
         for i, text in enumerate(texts):
             signatures[i] = self._minhash(self._shingles(text))
         return signatures
-
-
-def id_of(row: Mapping[str, Any], key: str) -> str | None:
-    """Returns a document's id as removal lists have it; None for one that is neither text nor a number."""
-    value, _ = value_at(row, key)
-    # A column of integers in which some are missing is one of floats to pandas: 2.0 is the id 2.
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
 
 def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str]:
@@ -176,12 +176,19 @@ def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str
     return row, "\n".join(strings_at(row, key))
 
 
-def _line(row: dict[str, Any]) -> bytes:
-    """Returns a document as a line of JSON."""
+def _line(row: dict[str, Any]) -> tuple[bytes, bool]:
+    """Returns a document as a line of JSON, and whether NaN or an infinite number became null, as in pandas and jq."""
+    is_finite = True
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        # JSON has neither, but Python reads and writes them: a line with them can't be read by other tools.
+        is_finite = False
+        text = json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None), ensure_ascii=False)
+    try:
+        return text.encode() + b"\n", not is_finite
     except UnicodeEncodeError:  # half of a surrogate pair under a key that nothing reads: it is JSON only as an escape
-        return json.dumps(row).encode() + b"\n"
+        return json.dumps(json.loads(text)).encode() + b"\n", not is_finite
 
 
 class OverlapFinder:

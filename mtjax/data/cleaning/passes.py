@@ -15,6 +15,7 @@ from mtjax.data.cleaning.document import CleanedChunk, Cleaner, CleanOptions, Dr
 from mtjax.data.cleaning.minhash import PERMUTATIONS
 from mtjax.data.cleaning.near_duplicates import BANDS, Duplicate, find_duplicates
 from mtjax.data.cleaning.overlap import TestGrams, grams_of, share
+from mtjax.data.cleaning.removal_list import FoundIds
 from mtjax.data.corpus.documents import DocumentChunk, Fault, TextFields, parsed
 from mtjax.data.corpus.parallel import map_in_order
 from mtjax.data.corpus.reader import chunks, expand, total_bytes
@@ -61,7 +62,8 @@ class _Seen:
     documents: int = 0
     repaired: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    removed_ids: set[str | None] = field(default_factory=set)  # those of the removal lists that were found
+    not_finite: int = 0
+    found: FoundIds = field(default_factory=FoundIds)
 
     @property
     def rows(self) -> Path:
@@ -80,17 +82,19 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
     """Cleans into `folder`: the output under its own name, and `dropped.jsonl`.
 
     Returns:
-      The report: documents read, repaired, dropped by reason, and kept; ids of removal lists that no document has;
-        overlap of each test set.
+      The report: documents read, repaired, dropped by reason, and kept; rows with null for NaN; ids of removal lists
+        that no document has, documents without an id or with one in another form; overlap of each test set.
 
     Raises:
-      UserError: a file can't be read, or a document can't be used.
+      UserError: a file can't be read, a document can't be used, or none has an id where there are removal lists.
     """
     # First, so that a test set that can't be read is reported now, not after hours.
     tests = [grams_of(path, _texts_of(path, job)) for path in expand(job.overlap_with)]
     seen = _Seen(folder)
     with (folder / "dropped.jsonl").open("w", encoding="utf-8") as dropped:
         _first_pass(job, seen, dropped)
+        # After all documents: those of one file may have none.
+        seen.found.check(job.options.id_key)
         gone = _drop_duplicates(job, seen, dropped)
     hits = _second_pass(job, seen, gone, tests)
     overlap = {
@@ -103,7 +107,10 @@ def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
         "repaired": seen.repaired,
         "dropped": dict(seen.reasons),
         "kept": seen.kept - int(gone.sum()),
-        "ids_not_found": len(job.options.removed_ids - seen.removed_ids),
+        "not_finite_as_null": seen.not_finite,
+        "ids_not_found": len(job.options.removal_list.texts - seen.found.names),
+        "ids_in_another_form": seen.found.other_form,
+        "without_id": seen.found.without_id,
         "overlap": overlap,
     }
 
@@ -150,12 +157,13 @@ def _count(job: CleanJob, chunk: DocumentChunk, result: CleanedChunk, seen: _See
         seen.reasons[UNUSABLE] += len(result.errors)
     seen.kept += len(result.rows)
     seen.repaired += result.repaired
-    seen.removed_ids |= result.removed
+    seen.not_finite += result.not_finite
+    seen.found.add(result.found)
     seen.documents += len(result.rows) + len(result.drops) + len(result.errors)
 
 
 def _write_drop(file: IO[str], path: str, drop: Drop, **more: Any) -> None:
-    row = {"file": path, "line": drop.line, "reason": drop.reason, **more, "text": drop.text}
+    row = {"file": path, "line": drop.line, "reason": drop.reason, **drop.more, **more, "text": drop.text}
     file.write(json.dumps(row) + "\n")
 
 

@@ -20,8 +20,8 @@ from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import at_least
 from mtjax.data.cleaning.document import CleanOptions
 from mtjax.data.cleaning.passes import CleanJob, clean
+from mtjax.data.cleaning.removal_list import read_removal_list
 from mtjax.data.commands.inputs import input_files, with_all
-from mtjax.data.json_lines import read_lines
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 
@@ -53,9 +53,11 @@ class Options:
     shingle_words: int = at_least(1, 5, most=1000)
     """Words in such an n-gram."""
     remove_ids: tuple[Path, ...] = ()
-    """Files with a document's id on each line: those documents are dropped."""
+    """Files with a document's id on each line: those documents are dropped. An id that is a number in the document also
+    matches other forms of it (2.0 is 2); text must be the same."""
     id_key: str = "id"
-    """Key of the JSON objects under which --remove-ids finds the id, which each document must have then."""
+    """Key of the JSON objects under which --remove-ids finds the id. Documents without an id are kept and counted;
+    if no document has one, it is an error."""
     remove_like: tuple[str, ...] = ()
     """Files of documents (say, a test set's articles): documents more similar to one than --jaccard are dropped."""
     overlap_with: tuple[str, ...] = ()
@@ -91,7 +93,7 @@ def run(options: Options) -> None:
         tokenizer=open_tokenizer(options.tokenizer) if options.tokenizer else None,
         shingle_words=options.shingle_words,
         id_key=options.id_key,
-        removed_ids=_read_ids(options.remove_ids),
+        removal_list=read_removal_list(options.remove_ids),
     )
     job = CleanJob(
         paths=input_files(options.input),
@@ -105,11 +107,6 @@ def run(options: Options) -> None:
         on_error=options.on_error,
     )
     Console(highlight=False).print(_table(_clean_into_place(job)))
-
-
-def _read_ids(paths: Sequence[Path]) -> frozenset[str]:
-    lines = [line.strip() for path in paths for line in read_lines(path)]
-    return frozenset(line for line in lines if line)
 
 
 def _clean_into_place(job: CleanJob) -> dict[str, Any]:
@@ -144,8 +141,14 @@ def _table(report: dict[str, Any]) -> Table:
         table.add_row(f"dropped: {reason}", f"{count:,}")
     table.add_row("documents kept", f"{report['kept']:,}")
     # A list of another corpus, or of ids in another form, would leave in what it should remove.
-    if report["ids_not_found"]:
-        table.add_row("ids to remove that no document has", f"{report['ids_not_found']:,}")
+    for name, what in (
+        ("ids_not_found", "ids to remove that no document has"),
+        ("ids_in_another_form", "ids removed in another form (2.0 is 2)"),
+        ("without_id", "documents without an id, which --remove-ids can't find"),
+        ("not_finite_as_null", "documents with NaN or an infinite number, written as null"),
+    ):
+        if report[name]:
+            table.add_row(what, f"{report[name]:,}")
     for name, overlap in report["overlap"].items():
         table.add_row(f"8-grams of {name} in the corpus", f"{overlap['share']:.1%} of {overlap['ngrams']:,}")
     return table

@@ -18,14 +18,14 @@ def with_all(argv: Sequence[str] | None, *options: str) -> list[str]:
     words: list[str] = []
     values: dict[str, list[str]] = {}
     current: list[str] | None = None
-    places: list[tuple[int, str]] = []
+    name_positions: list[tuple[int, str]] = []
     for word in sys.argv[1:] if argv is None else argv:
         option, equals, value = word.partition("=")
         name = option.replace("_", "-")
         # argparse, on which tyro is built, keeps the last occurrence alone.
         if name in options:
             if name not in values:
-                places.append((len(words), name))
+                name_positions.append((len(words), name))
             current = values.setdefault(name, [])
             current += [value] if equals else []
         elif current is not None and not word.startswith("--"):
@@ -34,7 +34,7 @@ def with_all(argv: Sequence[str] | None, *options: str) -> list[str]:
             current = None
             words.append(word)
     # From the back, so that earlier places keep their numbers.
-    for at, name in reversed(places):
+    for at, name in reversed(name_positions):
         words[at:at] = [name, *values[name]]
     return words
 

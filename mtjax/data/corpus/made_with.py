@@ -19,31 +19,70 @@ def check_made_with(prefix: str | Path, meta: Meta | None, name: str, tokenizer:
       tokenizer: with which the corpus is about to be read.
 
     Returns:
-      What could not be compared, for the user; None when all was.
+      What could not be compared, or where documents end with another token, for the user; None when all is the same.
 
     Raises:
       UserError: it was made with another one; names both.
     """
+    note = check_ids(prefix, meta, name, tokenizer)
+    # A note, no error: the ids mean the same text, and only where documents end is read differently.
+    return note or (None if meta is None else _other_end(prefix, meta, name, tokenizer))
+
+
+def check_ids(
+    prefix: str | Path,
+    meta: Meta | None,
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    may_add: bool = False,
+    remedy: str | None = None,
+) -> str | None:
+    """Checks that the ids of a corpus mean the same text as those of a tokenizer, wherever documents end.
+
+    Args:
+      prefix: as `check_made_with` takes it.
+      meta: as `check_made_with` takes it.
+      name: as `check_made_with` takes it.
+      tokenizer: as `check_made_with` takes it.
+      may_add: tokens that it has after all of those of the corpus do not count: the other ids mean the same.
+      remedy: what the user can do about another tokenizer, as a clause; preprocessing's when None.
+
+    Returns:
+      What could not be compared, or was added, for the user; None where there is nothing.
+
+    Raises:
+      UserError: the corpus was made with another tokenizer; names both.
+    """
     if meta is None:
         return None
+    ours, theirs = tokenizer.vocab_size, meta.vocab_size
+    added = None
+    if may_add and theirs is not None and theirs < ours:
+        added = f"{prefix} was made with {_described(meta)}; {name} has {ours - theirs:,} more, which are not in it"
+    is_longer = added is not None
     if meta.tokenizer_digest is not None:
-        if meta.tokenizer_digest != content_digest(tokenizer):
-            raise _other(prefix, meta, name, tokenizer, None)
-        # A note, no error: the ids mean the same text, and only where documents end is read differently.
-        return _other_end(prefix, meta, name, tokenizer)
+        if meta.tokenizer_digest != content_digest(tokenizer, theirs if is_longer else None):
+            raise _other(prefix, meta, name, tokenizer, None, remedy)
+        return added
     # A record of an earlier version has the tokenizer's path, its size and its end of document.
-    if meta.vocab_size not in (None, tokenizer.vocab_size) or meta.eod not in (None, tokenizer.eod):
-        raise _other(prefix, meta, name, tokenizer, None)
+    if theirs not in (None, ours) and not is_longer:
+        raise _other(prefix, meta, name, tokenizer, None, remedy)
+    if meta.eod not in (None, tokenizer.eod):
+        why = f"a document ends with token {meta.eod} there and {tokenizer.eod} here"
+        raise _other(prefix, meta, name, tokenizer, why, remedy)
     recorded = _recorded_tokenizer(meta)
     if recorded is not None:
-        if why := difference(recorded, tokenizer):
-            raise _other(prefix, meta, name, tokenizer, why)
-        return None
+        if why := difference(recorded, tokenizer, may_add=may_add):
+            raise _other(prefix, meta, name, tokenizer, why, remedy)
+        return added
+    if is_longer:
+        raise _other(prefix, meta, name, tokenizer, None, remedy)
     if meta.tokenizer is None:
         return None
     return (
         f"{prefix} was made with the tokenizer {meta.tokenizer}, which is not there any more: {name} is taken for the "
-        f"same, because it also has {tokenizer.vocab_size:,} tokens"
+        f"same, because it also has {ours:,} tokens"
     )
 
 
@@ -112,7 +151,9 @@ def _recorded_tokenizer(meta: Meta) -> Tokenizer | None:
     return tokenizer if meta.vocab_size in (None, tokenizer.vocab_size) else None
 
 
-def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why: str | None) -> UserError:
+def _other(
+    prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why: str | None, remedy: str | None
+) -> UserError:
     """Builds the error of a corpus that was tokenized with another tokenizer."""
     ours = f"{tokenizer.vocab_size:,} tokens"
     because = f" ({why})" if why else ""
@@ -122,8 +163,8 @@ def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why:
             f"{ours}{because}: bring the old one back, or preprocess the text again"
         )
     return UserError(
-        f"{prefix} was made with {_described(meta)}, and {name} ({ours}) is another tokenizer{because}: use the one "
-        f"that made it, or preprocess the text again with {name}"
+        f"{prefix} was made with {_described(meta)}, and {name} ({ours}) is another tokenizer{because}: "
+        + (remedy or f"use the one that made it, or preprocess the text again with {name}")
     )
 
 

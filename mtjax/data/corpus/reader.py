@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from mtjax.data.corpus.documents import DocumentChunk, TextFields, check_layout
 from mtjax.data.corpus.folders import files_in
 from mtjax.data.corpus.packed import OpenFile, open_packed, without_suffixes
-from mtjax.data.corpus.tables import DELIMITERS, JsonRow, columnar_rows, delimited_rows, is_columnar, parquet_rows
+from mtjax.data.corpus.tables import JsonRow, columnar_rows, delimited_rows, delimiter_of, is_columnar, parquet_rows
 from mtjax.errors import UserError, require
 from mtjax.storage import filesystem, url_of
 
@@ -181,19 +181,21 @@ def _file_chunks(span: DocumentSpan, start: Position, fields: TextFields) -> Ite
 
 
 def _documents(span: DocumentSpan, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
-    path, place = span.path, (start.offset, start.line)
+    path, start_of_span = span.path, (start.offset, start.line)
     if is_columnar(file.head):
         if file.content is not file.raw:
             raise UserError(f"{path} is a compressed Parquet or Arrow file: decompress it, for example with gzip -d")
         if span.begin or span.end is not None:
             return _rows_of_span(span, file, start, fields)
-        return _Documents(columnar_rows(path, file.raw, file.head, fields, start.line - 1), True, "row", *place)
-    delimiter = DELIMITERS.get(Path(without_suffixes(path)).suffix)
+        return _Documents(columnar_rows(path, file.raw, file.head, fields, start.line - 1), True, "row", *start_of_span)
+    delimiter = delimiter_of(path)
     if delimiter is not None:
-        return _Documents(delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row", *place)
+        return _Documents(
+            delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row", *start_of_span
+        )
     if not is_json(path):
         _skip(file.content, start.offset)
-        return _Documents(map(JsonRow, _pieces(file.content, piece_bytes(path))), False, "line", *place)
+        return _Documents(map(JsonRow, _pieces(file.content, piece_bytes(path))), False, "line", *start_of_span)
     check_layout(path, file.head)
     first = _first_line_in(file.content, span.begin)
     offset = start.offset or first

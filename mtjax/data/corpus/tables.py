@@ -9,10 +9,14 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, time, timedelta
+from decimal import Decimal
 from itertools import accumulate
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mtjax.data.corpus.documents import TextFields
+from mtjax.data.corpus.packed import without_suffixes
 from mtjax.errors import UserError, first_line, require, shortened
 
 ROWS_AT_A_TIME = 256
@@ -41,6 +45,21 @@ class JsonRow(NamedTuple):
 def is_columnar(head: bytes) -> bool:
     """Returns whether a file is Parquet or Arrow, by its first bytes."""
     return head.startswith((PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC))
+
+
+def delimiter_of(path: str) -> str | None:
+    """Returns what is between the fields of a CSV or TSV file, by its name, compressed or not; None for other files."""
+    return DELIMITERS.get(Path(without_suffixes(path)).suffix)
+
+
+def is_table(path: str, head: bytes) -> bool:
+    """Returns whether a file has rows of columns, and not lines of text: Parquet, Arrow, CSV or TSV.
+
+    Args:
+      path: of the file.
+      head: its first bytes.
+    """
+    return is_columnar(head) or delimiter_of(path) is not None
 
 
 def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[JsonRow]:
@@ -128,29 +147,53 @@ def _python_rows(path: str, batch: Any) -> list[dict[str, Any]]:
     """Returns the rows of a batch as Python objects.
 
     Raises:
-      UserError: a column has a date that Python does not have.
+      UserError: a column has a date or a time zone that Python does not have.
     """
-    try:
-        return batch.to_pylist()
-    # UnicodeDecodeError and errors of Arrow are ValueErrors, too.
-    except (OverflowError, ValueError) as e:
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if _is_beyond_python(column):
-                raise UserError(
-                    f"{path} has a column {name!r} of {column.type} with values that Python does not have: write them "
-                    f"as strings, or leave the column out ({first_line(e)})"
-                ) from e
-        raise
+    names, columns = batch.schema.names, []
+    for name, column in zip(names, batch.columns, strict=True):
+        try:
+            columns.append(_python_values(column))
+        except UnicodeDecodeError:
+            raise
+        # Errors of Arrow are ValueErrors, unknown time zones LookupErrors.
+        except (OverflowError, ValueError, LookupError) as e:
+            raise UserError(
+                f"{path} has a column {name!r} of {column.type} with values that Python does not have: write them "
+                f"as strings, or leave the column out ({first_line(e)})"
+            ) from e
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _is_beyond_python(column: Any) -> bool:
-    try:
-        column.to_pylist()
-    except UnicodeDecodeError:
-        return False
-    except (OverflowError, ValueError):
-        return True
-    return False
+def _python_values(column: Any) -> list[Any]:
+    """Returns a column as Python objects, which don't depend on whether pandas is installed."""
+    arrow = require("pyarrow", "parquet")
+    kind = column.type
+    # Python's times end at microseconds: pyarrow takes pandas' for nanoseconds, cuts them off, or refuses them.
+    if arrow.types.is_timestamp(kind):
+        micro = arrow.timestamp("us", kind.tz)
+    elif arrow.types.is_time64(kind):
+        micro = arrow.time64("us")
+    elif arrow.types.is_duration(kind):
+        micro = arrow.duration("us")
+    else:
+        return column.to_pylist()
+    if kind.unit != "ns":
+        return column.to_pylist()
+    counts = column.cast(arrow.int64()).to_pylist()
+    whole = arrow.array([None if n is None else n // 1000 for n in counts], arrow.int64()).cast(micro).to_pylist()
+    return [
+        value if n is None or n % 1000 == 0 else _with_nanoseconds(value, n % 1000)
+        for value, n in zip(whole, counts, strict=True)
+    ]
+
+
+def _with_nanoseconds(value: datetime | time | timedelta, more: int) -> str:
+    """Returns a time as text with nine digits of a second, `more` being the last three."""
+    if isinstance(value, timedelta):
+        return f"{value}{'' if value.microseconds else '.000000'}{more:03}"
+    text = value.isoformat(*([" "] if isinstance(value, datetime) else []), timespec="microseconds")
+    place = text.index(".") + 7  # a time zone follows
+    return f"{text[:place]}{more:03}{text[place:]}"
 
 
 def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
@@ -192,6 +235,8 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 def _json_value(value: Any) -> Any:
     """Converts a value that JSON does not have: bytes are text where they are UTF-8, dates and decimals are strings."""
+    if isinstance(value, Decimal):
+        return f"{value:f}"  # not 1E+3
     if not isinstance(value, bytes):
         return str(value)
     try:

@@ -52,10 +52,14 @@ class ChunkDatabase:
         # over the file.
         if corpus.prefix not in self._numbers:
             contents = [other.content() for other in self.corpora]
-            own = corpus.content()
-            self._numbers[corpus.prefix] = contents.index(own) if own in contents else None
-        place = self._numbers[corpus.prefix]
-        return np.empty(0, np.int64) if place is None else sequences.astype(np.int64) + self.first_documents[place]
+            content_of_corpus = corpus.content()
+            self._numbers[corpus.prefix] = contents.index(content_of_corpus) if content_of_corpus in contents else None
+        corpus_number = self._numbers[corpus.prefix]
+        return (
+            np.empty(0, np.int64)
+            if corpus_number is None
+            else sequences.astype(np.int64) + self.first_documents[corpus_number]
+        )
 
     def documents(self, chunks: np.ndarray) -> np.ndarray:
         """Returns the number of the document of each chunk, of the same shape; -1 for -1."""

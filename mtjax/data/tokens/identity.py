@@ -23,10 +23,15 @@ them."""
 
 
 @lru_cache(maxsize=8)
-def content_digest(tokenizer: Tokenizer) -> str:
-    """Returns a hash of the vocabulary and of the ids of some texts: equal for equal tokenizers in any file format."""
+def content_digest(tokenizer: Tokenizer, size: int | None = None) -> str:
+    """Returns a hash of the vocabulary and of the ids of some texts: equal for equal tokenizers in any file format.
+
+    Args:
+      tokenizer: whose content it is.
+      size: only so many tokens count, from the first on: the digest of a tokenizer that has none of those added later.
+    """
     # Without the end of document, which a corpus records on its own.
-    content = [_tokens(tokenizer), [tokenizer.encode(text) for text in PROBES]]
+    content = [_tokens(tokenizer)[:size], [tokenizer.encode(text) for text in PROBES]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

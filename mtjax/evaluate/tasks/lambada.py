@@ -9,21 +9,28 @@ from pathlib import Path
 
 import numpy as np
 
-from mtjax.data import Tokenizer
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import RowScores, ScoredRow
-from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
+from mtjax.evaluate.tasks.task import (
+    EvaluationTask,
+    NamedTokenizer,
+    Results,
+    RowSettings,
+    TaskKind,
+    begins_with,
+    perplexity_of,
+)
 from mtjax.evaluate.tasks.text_file import json_lines
 
 
-def open_lambada(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
+def open_lambada(path: Path, named: NamedTokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the dataset's JSON lines, with a `text` in each.
 
     Raises:
       UserError: a line has no text, or a text has fewer than two words.
     """
-    strict, lenient, cut = [], [], 0
+    tokenizer, strict, lenient, cut = named.tokenizer, [], [], 0
     front = added_tokens(tokenizer).front
     for number, text in json_lines(path, "text"):
         words = text.split()

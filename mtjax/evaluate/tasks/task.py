@@ -35,13 +35,22 @@ class EvaluationTask:
 
 
 @dataclass(frozen=True)
+class NamedTokenizer:
+    """A tokenizer with its name."""
+
+    name: str
+    """As the user gave it, or as the run or the weights name it, for messages."""
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
 class TaskKind:
     """A kind of task, by its name."""
 
     name: str
     measures: Mapping[str, bool]
     """Results by which checkpoints can be compared, the main one first -> whether higher is better."""
-    open: Callable[[Path, Tokenizer, RowSettings], EvaluationTask]
+    open: Callable[[Path, NamedTokenizer, RowSettings], EvaluationTask]
     """Reads a data file; raises `UserError` if it is not in the task's format."""
 
 

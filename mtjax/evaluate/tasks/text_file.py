@@ -4,8 +4,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mtjax.data.corpus.tables import is_table
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError, parse_json
+
+HEAD = 16
+"""Bytes by which a file of columns is recognised."""
+
+
+def check_no_table(path: Path, wanted: str) -> None:
+    """Checks that a file is not a table, whose delimiters and other columns would be scored as text.
+
+    Args:
+      path: of the file.
+      wanted: what it must be, and what to do, for the message.
+
+    Raises:
+      UserError: it is one, or can't be read.
+    """
+    if not path.is_file():  # the prefix of a corpus
+        return
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    if is_table(path.name, head):
+        raise UserError(f"{path} is a table, and must be {wanted}")
 
 
 def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from mtjax.data import Tokenizer
 from mtjax.data.json_lines import read_text
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError
 from mtjax.evaluate.rows import RowScores, rows_of_text, windows
-from mtjax.evaluate.tasks.task import EvaluationTask, Results, RowSettings, TaskKind, begins_with, perplexity_of
+from mtjax.evaluate.tasks.task import (
+    EvaluationTask,
+    NamedTokenizer,
+    Results,
+    RowSettings,
+    TaskKind,
+    begins_with,
+    perplexity_of,
+)
+from mtjax.evaluate.tasks.text_file import check_no_table
 
 SPACED = {
     "s '": "s'",
@@ -55,12 +63,14 @@ def detokenized(text: str) -> str:
     return text
 
 
-def open_wikitext(path: Path, tokenizer: Tokenizer, settings: RowSettings) -> EvaluationTask:
+def open_wikitext(path: Path, named: NamedTokenizer, settings: RowSettings) -> EvaluationTask:
     """Reads the dataset's file of validation or test tokens.
 
     Raises:
-      UserError: it can't be read, or has fewer than two tokens.
+      UserError: it can't be read, is a table, or has fewer than two tokens.
     """
+    tokenizer = named.tokenizer
+    check_no_table(path, "text: name WikiText-103's wiki.test.tokens")
     raw = read_text(path)
     # Megatron's count, which splits at single spaces only: line breaks do not separate words there.
     words = len(raw.strip().split(" "))

@@ -10,7 +10,7 @@ BERT = Family(
     # Megatron-LM's BERT has the layers of its GPT: only attention, which is not causal, and the heads differ.
     defaults=GPT.defaults,
     choices={"position": ("learned", "rope"), "norm_placement": ("pre", "post")},
-    own=frozenset(
+    settings=frozenset(
         {
             *REFUSED_ELSEWHERE,
             *("num_token_types", "sentence_order"),

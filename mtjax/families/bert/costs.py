@@ -1,8 +1,8 @@
 """BERT: a stack of bidirectional layers, the masked-LM head and the sentence-order head."""
 
-from mtjax.analysis.anatomy import Anatomy, Stack
-from mtjax.analysis.parts.embedding import Lookup, Norm, Positions, TokenTypes
-from mtjax.analysis.parts.heads import MaskedOutput, OneToken, Spans
+from mtjax.analysis.anatomy import Anatomy, StackParts
+from mtjax.analysis.parts.embedding import LookupPart, NormPart, PositionsPart, TokenTypesPart
+from mtjax.analysis.parts.heads import MaskedOutputPart, OneTokenPart, SpansPart
 from mtjax.analysis.parts.part import Part
 from mtjax.config import Model
 from mtjax.config.sizes import most_masked, norm_vectors, num_outputs, padded_vocab_size
@@ -19,25 +19,25 @@ def bert(model: Model) -> Anatomy:
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     is_post = model.norm_placement == "post"
     vectors, is_normed = norm_vectors(model), is_post or model.embedding_norm
-    last = () if is_post else (Norm("final_norm", vectors, hidden),)
+    last = () if is_post else (NormPart("final_norm", vectors, hidden),)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
-    positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    embed = (Lookup(rows, hidden, read_again=is_normed), *positions, TokenTypes(model.num_token_types, hidden))
+    positions = (PositionsPart(tokens, hidden),) if model.position == "learned" else ()
+    embed = (LookupPart(rows, hidden, read_again=is_normed), *positions, TokenTypesPart(model.num_token_types, hidden))
     if model.head == "language":
         head = _pretraining(model)
     else:
-        head = (Spans(hidden, tokens) if model.head == "spans" else OneToken(hidden, num_outputs(model)),)
+        head = (SpansPart(hidden, tokens) if model.head == "spans" else OneTokenPart(hidden, num_outputs(model)),)
     return Anatomy(
         model,
-        embed=(*embed, *((Norm("embedding_norm", vectors, hidden),) if is_normed else ())),
-        stacks=tuple(Stack.of(stack, model, *parts) for stack in stacks_of(model)),
+        embed=(*embed, *((NormPart("embedding_norm", vectors, hidden),) if is_normed else ())),
+        stacks=tuple(StackParts.of(stack, model, *parts) for stack in stacks_of(model)),
         head=(*last, *head),
     )
 
 
 def _pretraining(model: Model) -> tuple[Part, ...]:
     """Returns the heads of pretraining: masked-LM and, where it is trained, sentence order."""
-    masked = MaskedOutput(
+    masked = MaskedOutputPart(
         padded_vocab_size(model),
         model.hidden_size,
         # The head runs on this many tokens at most, as the samples mask no more.
@@ -48,5 +48,5 @@ def _pretraining(model: Model) -> tuple[Part, ...]:
         has_bias=model.head_bias,
         takes_first=model.sentence_order,
     )
-    order = OneToken(model.hidden_size, 2, "order", stands_alone=False)
+    order = OneTokenPart(model.hidden_size, 2, "order", stands_alone=False)
     return (masked, order) if model.sentence_order else (masked,)

@@ -59,8 +59,10 @@ class Encoder(nnx.Module):
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
         self.token_types = draw_normal(type_key, types["token_types"], model.init_std) if types else None
-        (own,) = stacks_of(model)
-        self.stack = Stack(model, dtype, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key)
+        (layer_stack,) = stacks_of(model)
+        self.stack = Stack(
+            model, dtype, layer_stack=layer_stack, loop_settings=loop_settings, parallel=config.parallel, key=stack_key
+        )
         # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
         is_normed = model.norm_placement == "post" or model.embedding_norm
         self.embedding_norm = make_norm(model, dtype) if is_normed else _unchanged

@@ -61,7 +61,7 @@ GPT = Family(
         "norm_placement": ("pre", "post", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=DECODER | EXPERTS,
+    settings=DECODER | EXPERTS,
     refused_elsewhere=DECODER,
     check=check_parallel_residual,
 )

@@ -1,15 +1,15 @@
 """GPT and Llama: a stack of causal layers."""
 
-from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
-from mtjax.analysis.parts.attention import Attention
-from mtjax.analysis.parts.embedding import Lookup, Norm, Positions
-from mtjax.analysis.parts.experts import Experts
-from mtjax.analysis.parts.heads import OneToken, OutputProjection
-from mtjax.analysis.parts.latent_attention import LatentAttention
-from mtjax.analysis.parts.mlp import MLP
+from mtjax.analysis.anatomy import Anatomy, Predictors, StackParts
+from mtjax.analysis.parts.attention import AttentionPart
+from mtjax.analysis.parts.embedding import LookupPart, NormPart, PositionsPart
+from mtjax.analysis.parts.experts import ExpertsPart
+from mtjax.analysis.parts.heads import OneTokenPart, OutputProjectionPart
+from mtjax.analysis.parts.latent_attention import LatentAttentionPart
+from mtjax.analysis.parts.mlp import MLPPart
 from mtjax.analysis.parts.part import Norms, Part
-from mtjax.analysis.parts.prediction import AHEAD, Combined, LookupAhead
-from mtjax.analysis.parts.table_width import TABLE_WIDTH, TableProjection
+from mtjax.analysis.parts.prediction import AHEAD, CombinedPart, LookupAheadPart
+from mtjax.analysis.parts.table_width import TABLE_WIDTH, TableProjectionPart
 from mtjax.config import Model
 from mtjax.config.adapters import adapter_rank
 from mtjax.config.layer_pattern import SIDE_BY_SIDE
@@ -33,7 +33,7 @@ from mtjax.config.ssm import ATTENTION, numbers_of
 from mtjax.layout.stacks import stacks_of
 
 
-def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
+def decoder(model: Model, stacks: tuple[StackParts, ...] | None = None) -> Anatomy:
     """Builds the anatomy of a GPT or Llama, or of a decoder with these stacks of layers.
 
     A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
@@ -42,55 +42,55 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
     layers = model.mtp_num_layers
     # Predictors embed tokens further ahead, so positions are looked up again for each.
     sides = ("", *(AHEAD,) * layers)
-    positions: tuple[Part, ...] = (Positions(tokens, hidden, sides),) if model.position == "learned" else ()
-    final: tuple[Part, ...] = (Norm("final_norm", norm_vectors(model), hidden),)
+    positions: tuple[Part, ...] = (PositionsPart(tokens, hidden, sides),) if model.position == "learned" else ()
+    final: tuple[Part, ...] = (NormPart("final_norm", norm_vectors(model), hidden),)
     table, symbol, projected = embedding_width(model), "hidden", ()
     # Post-LN layers normalize the residual stream themselves, as in `gpt.model`.
     if model.norm_placement == "post":
         final = ()
     if table != hidden:
-        symbol, projected = TABLE_WIDTH, (TableProjection("project_in", table, hidden, tokens),)
-        final = (*final, TableProjection("project_out", table, hidden, tokens))
+        symbol, projected = TABLE_WIDTH, (TableProjectionPart("project_in", table, hidden, tokens),)
+        final = (*final, TableProjectionPart("project_out", table, hidden, tokens))
     if model.head == "language":
         is_tied, bias = model.tie_embeddings, model.output_bias
-        head: Part = OutputProjection(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
+        head: Part = OutputProjectionPart(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
     else:
         # The head reads the last token alone, which has attended to all others.
-        head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
+        head = OneTokenPart(table, num_outputs(model), has_pooler=False, width=symbol)
     # What follows a lookup reads it in the backward pass: a norm, or a product with the embedding's width.
     read_again = bool(projected) or model.embedding_norm
     if model.embedding_norm:
-        positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
+        positions = (*positions, NormPart("embedding_norm", norm_vectors(model), hidden))
     # Each predictor looks up its tokens, and projects to the vocabulary with the model's tables.
     ahead = (
-        LookupAhead(rows, hidden, owns_table=False),
-        OutputProjection(rows, hidden, tokens, owns_table=False),
+        LookupAheadPart(rows, hidden, owns_table=False),
+        OutputProjectionPart(rows, hidden, tokens, owns_table=False),
     ) * layers
     return Anatomy(
         model,
-        embed=(Lookup(rows, table, width=symbol, read_again=read_again), *projected, *positions),
+        embed=(LookupPart(rows, table, width=symbol, read_again=read_again), *projected, *positions),
         stacks=_stacks(model) if stacks is None else stacks,
         head=(*final, head, *ahead),
         predictors=_predictors(model) if layers else None,
     )
 
 
-def _stacks(model: Model) -> tuple[Stack, ...]:
+def _stacks(model: Model) -> tuple[StackParts, ...]:
     """Returns one stack, or several of one section in a model with dense and expert layers."""
     tokens = model.sequence_length
     attention = self_attention(model, tokens, is_causal=True)
     # Dense layers come before those with experts, whose stack is the last; without experts it is the only one.
     *dense, last = stacks_of(model)
     return (
-        *(Stack.of(stack, model, attention, mlp(model, tokens)) for stack in dense),
-        Stack.of(last, model, attention, feed_forward(model, tokens)),
+        *(StackParts.of(stack, model, attention, mlp(model, tokens)) for stack in dense),
+        StackParts.of(last, model, attention, feed_forward(model, tokens)),
     )
 
 
 def _predictors(model: Model) -> Predictors:
     """Returns the layers of multi-token prediction, which are like the last ones of the model."""
     tokens, hidden = model.sequence_length, model.hidden_size
-    combined = Combined(hidden, tokens, norm_vectors(model))
+    combined = CombinedPart(hidden, tokens, norm_vectors(model))
     parts = (combined, self_attention(model, tokens, is_causal=True, is_ahead=True), feed_forward(model, tokens))
     return Predictors(
         AHEAD,
@@ -107,7 +107,7 @@ def _predictors(model: Model) -> Predictors:
 def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool = False, kind: str = "") -> Part:
     """Returns the attention of a model's layers, or of those of multi-token prediction, or of a kind."""
     if model.kv_lora_rank:
-        return LatentAttention(
+        return LatentAttentionPart(
             hidden=model.hidden_size,
             tokens=tokens,
             heads=model.num_heads,
@@ -124,7 +124,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         )
     # Otherwise the whole stack reads one table, which is not part of a layer.
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
-    return Attention(
+    return AttentionPart(
         hidden=model.hidden_size,
         tokens=tokens,
         heads=model.num_heads,
@@ -161,7 +161,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
     """Returns the MLP of a decoder's layers, or the experts in its place."""
     if not model.num_experts:
         return mlp(model, tokens)
-    return Experts(
+    return ExpertsPart(
         hidden=model.hidden_size,
         tokens=tokens,
         count=model.num_experts,
@@ -181,9 +181,9 @@ def feed_forward(model: Model, tokens: int) -> Part:
     )
 
 
-def mlp(model: Model, tokens: int) -> MLP:
+def mlp(model: Model, tokens: int) -> MLPPart:
     """Returns the MLP of a model's layers."""
-    return MLP(
+    return MLPPart(
         hidden=model.hidden_size,
         tokens=tokens,
         inner=mlp_size(model),

@@ -76,10 +76,10 @@ class Decoder(nnx.Module):
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
         stacks = stacks_of(model)
-        for own in stacks:
-            setattr(self, own.path, stack(model, own=own, key=key, layer_type=self.layer_type(own.kind)))
-        self.paths = tuple(own.path for own in stacks)
-        self.letters = "".join(own.letter for own in stacks)
+        for of in stacks:
+            setattr(self, of.path, stack(model, layer_stack=of, key=key, layer_type=self.layer_type(of.kind)))
+        self.paths = tuple(of.path for of in stacks)
+        self.letters = "".join(of.letter for of in stacks)
 
     @staticmethod
     def layer_type(kind: str) -> type[Layer]:

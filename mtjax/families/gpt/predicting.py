@@ -63,9 +63,9 @@ class PredictingGPT(GPT):
             # XLA: else it would combine reductions of embeddings with those of the layer before.
             tokens, _ = jax.lax.optimization_barrier((batch["tokens"], jax.lax.stop_gradient(hidden)))
             embedded = self._embed_ahead({**batch, "tokens": tokens}, own_keys, number)
-            own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
+            predictor_context = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
             with jax.named_scope("layers"), jax.named_scope(PREDICTION):
-                run = partial(run_predictor, context=own)
+                run = partial(run_predictor, context=predictor_context)
                 x, report = run_alone(run, self.predictor_loop_settings, hidden, predictor, embedded)
             # The next predictor continues from the normalized hidden states of this one.
             hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)
@@ -73,11 +73,11 @@ class PredictingGPT(GPT):
             reports.append({"experts": report} if report else None)
         return losses | {f"{PREFIX}{name}": value for name, value in router_reports(reports).items()}
 
-    def _embed_ahead(self, batch: Batch, keys: Keys, places: int) -> Float[Array, "batch act_seq embed"]:
-        """Embeds the tokens that are `places` ahead, with their positions."""
-        tokens, ids = ahead(batch["tokens"], places), batch.get("position_ids")
+    def _embed_ahead(self, batch: Batch, keys: Keys, distance: int) -> Float[Array, "batch act_seq embed"]:
+        """Embeds the tokens that are `distance` ahead, with their positions."""
+        tokens, ids = ahead(batch["tokens"], distance), batch.get("position_ids")
         if ids is not None:
-            return self._embed({"tokens": tokens, "position_ids": ahead(ids, places)}, keys, None).x
+            return self._embed({"tokens": tokens, "position_ids": ahead(ids, distance)}, keys, None).x
         # The last tokens have none ahead; nothing that counts reads what stands there.
         last = tokens.shape[1] - 1
-        return self._embed({"tokens": tokens}, keys, None, jnp.minimum(jnp.arange(last + 1) + places, last)).x
+        return self._embed({"tokens": tokens}, keys, None, jnp.minimum(jnp.arange(last + 1) + distance, last)).x

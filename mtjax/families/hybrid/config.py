@@ -123,7 +123,7 @@ HYBRID_FAMILY = Family(
     # The defaults are those of Nemotron-H: recurrent layers know the order of tokens without positions.
     defaults={**LLAMA.defaults, "position": "none", "activation": "relu2"},
     choices={"position": ("none", "rope"), "norm_placement": ("pre",)},
-    own=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,
+    settings=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,
     refused_elsewhere=HYBRID,
     check=check_hybrid,
     check_run=check_hybrid_run,

@@ -92,11 +92,11 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
 def _spread(layers: int, attention: float, mlp: float) -> str:
     """Returns the layers by their shares, as Megatron-Core places them: attention evenly between sections of Mamba-2,
     then MLPs evenly in place of Mamba-2, the last of each section first."""
-    places = round(layers * attention)
-    letters = _placed(["M"] * layers, "*", (layers - places) / (places + 1))
+    num_attention = round(layers * attention)
+    letters = _placed(["M"] * layers, "*", (layers - num_attention) / (num_attention + 1))
     if not (replaced := round(layers * mlp)):
         return "".join(letters)
-    return "".join(_placed(letters, "-", (layers - places - replaced) / replaced))
+    return "".join(_placed(letters, "-", (layers - num_attention - replaced) / replaced))
 
 
 def _placed(letters: list[str], letter: str, section: float) -> list[str]:

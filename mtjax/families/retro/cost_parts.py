@@ -14,9 +14,9 @@ from mtjax.analysis.contract import (
     OTHER,
     Expectation,
 )
-from mtjax.analysis.parts.attention import Attention, CrossAttention
-from mtjax.analysis.parts.embedding import Norm
-from mtjax.analysis.parts.mlp import MLP
+from mtjax.analysis.parts.attention import AttentionPart, CrossAttentionPart
+from mtjax.analysis.parts.embedding import NormPart
+from mtjax.analysis.parts.mlp import MLPPart
 from mtjax.analysis.parts.part import Part, ResidualStream, Scores, Weight, over_model
 from mtjax.analysis.parts.sublayer import stream_bytes, sublayer_collectives, vector_gradient_sums
 from mtjax.families.retro.layout import ENCODER_FIRST
@@ -27,7 +27,7 @@ READ = f"batch*{ENCODER_FIRST}_sequence*hidden"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _InEncoder(Part):
+class _InEncoderPart(Part):
     """A component of the encoder's layers, which have a dropout rate of their own."""
 
     rate: float
@@ -38,7 +38,7 @@ class _InEncoder(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeighbourAttention(_InEncoder, Attention):
+class NeighbourAttentionPart(_InEncoderPart, AttentionPart):
     """A norm and self-attention within each neighbour."""
 
     neighbour: int
@@ -50,12 +50,12 @@ class NeighbourAttention(_InEncoder, Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeighbourMLP(_InEncoder, MLP):
+class NeighbourMLPPart(_InEncoderPart, MLPPart):
     """A norm and an MLP of neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking(_InEncoder, CrossAttention):
+class AskingPart(_InEncoderPart, CrossAttentionPart):
     """A norm and attention from the tokens of neighbours to the chunk that asked for them."""
 
     chunk: int
@@ -79,7 +79,7 @@ class Asking(_InEncoder, CrossAttention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunked(CrossAttention):
+class ChunkedPart(CrossAttentionPart):
     """A norm, but in the first layer that has it, and attention from a decoder's tokens to encoded neighbours."""
 
     neighbours: int
@@ -105,14 +105,14 @@ class Chunked(CrossAttention):
         lines = sublayer_collectives(stream, name, learns=not stream.is_frozen)
         if self.layers:
             # XLA: the encoder reads what the first chunked cross-attention reads. One gradient is sent.
-            first, *lines, own = lines
+            first, *lines, last_line = lines
             each = f"{stream.turns}*{stream.elements}"
             both = {"count": "1", "elements": f"2*{each}", "pooled": True}
             gathered = (
                 replace(first, **both, also=OTHER, why=f"{first.why} and the encoder's") if stream.split else first
             )
-            why = f"{own.why} and the encoder's, once for their sum"
-            lines += [gathered, replace(own, **both, sent=each, hoisted=True, also=self._also(stream), why=why)]
+            why = f"{last_line.why} and the encoder's, once for their sum"
+            lines += [gathered, replace(last_line, **both, sent=each, hoisted=True, also=self._also(stream), why=why)]
         lines += vector_gradient_sums(stream, self.norm, self.biases[1]) if stream.split else []
         if not self.layers:
             return lines
@@ -137,7 +137,7 @@ class Chunked(CrossAttention):
 
 
 @dataclass(frozen=True)
-class Unread(Part):
+class UnreadPart(Part):
     """The weights of a component that does not run: nothing reads neighbours."""
 
     of: Part
@@ -148,7 +148,7 @@ class Unread(Part):
 
 
 @dataclass(frozen=True)
-class NeighbourPositions(Part):
+class NeighbourPositionsPart(Part):
     """The positions of neighbours, from the decoder's table."""
 
     tokens: int
@@ -162,7 +162,7 @@ class NeighbourPositions(Part):
 
 
 @dataclass(frozen=True)
-class FirstNorm(Norm):
+class FirstNormPart(NormPart):
     """The norm before the first chunked cross-attention, whose result the encoder reads, too; and what is alive from
     there on: this result, the embedded and the encoded neighbours."""
 

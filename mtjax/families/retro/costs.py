@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from mtjax.analysis.anatomy import Anatomy, Stack
-from mtjax.analysis.parts.embedding import Lookup
+from mtjax.analysis.anatomy import Anatomy, StackParts
+from mtjax.analysis.parts.embedding import LookupPart
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
 from mtjax.config.layer_pattern import runs_of
@@ -18,13 +18,13 @@ from mtjax.families.retro.config import (
     neighbour_tokens,
 )
 from mtjax.families.retro.cost_parts import (
-    Asking,
-    Chunked,
-    FirstNorm,
-    NeighbourAttention,
-    NeighbourMLP,
-    NeighbourPositions,
-    Unread,
+    AskingPart,
+    ChunkedPart,
+    FirstNormPart,
+    NeighbourAttentionPart,
+    NeighbourMLPPart,
+    NeighbourPositionsPart,
+    UnreadPart,
 )
 from mtjax.families.retro.layout import ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO
 from mtjax.layout.stacks import ENCODER, LayerStack, stacks_of
@@ -35,32 +35,32 @@ def retro(model: Model) -> Anatomy:
     stacks = tuple(_stack(stack, model) for stack in stacks_of(model))
     gpt, hidden, read = decoder(model, stacks), model.hidden_size, neighbour_tokens(model)
     table, *positions = gpt.embed
-    assert isinstance(table, Lookup)
+    assert isinstance(table, LookupPart)
     final, *head = gpt.head
     head = (*((final,) if model.retro_final_norm else ()), *head)
     lookups = (
-        Lookup(table.rows, hidden, has_neighbour=True),
-        Lookup(table.rows, hidden, side=f"{ENCODER_FIRST}_", owns_table=False, has_neighbour=True),
+        LookupPart(table.rows, hidden, has_neighbour=True),
+        LookupPart(table.rows, hidden, side=f"{ENCODER_FIRST}_", owns_table=False, has_neighbour=True),
     )
-    first = FirstNorm("first_norm", norm_vectors(model), hidden, model.sequence_length, read)
+    first = FirstNormPart("first_norm", norm_vectors(model), hidden, model.sequence_length, read)
     # A model that does not read neighbours keeps the weights in its checkpoint, and does not run them.
     if not model.retro_reads:
-        return Anatomy(model, embed=(table, *positions, Unread(first)), stacks=stacks, head=head)
-    embed = (*lookups, *positions, NeighbourPositions(neighbour_length(model), hidden), first)
+        return Anatomy(model, embed=(table, *positions, UnreadPart(first)), stacks=stacks, head=head)
+    embed = (*lookups, *positions, NeighbourPositionsPart(neighbour_length(model), hidden), first)
     return Anatomy(model, embed=embed, stacks=stacks, head=head)
 
 
-def _stack(stack: LayerStack, model: Model) -> Stack:
+def _stack(stack: LayerStack, model: Model) -> StackParts:
     """Returns a stack with its components; those that read neighbours do not run where there are none."""
     parts = _parts(model, stack.path)
     if model.retro_reads:
         # Below the first layer that reads neighbours nothing is trained then, so gradients end there.
         is_below = model.retro_frozen == "decoder" and stack.path in (PLAIN, FIRST_ATTENTION)
         idle = sum(number <= first_retro_layer(model) for number in stack.layer_numbers) if is_below else 0
-        return replace(Stack.of(stack, model, *parts), idle=idle)
+        return replace(StackParts.of(stack, model, *parts), idle=idle)
     if stack.is_encoder:
-        return Stack.of(replace(stack, tokens=0), model, *(Unread(part) for part in parts))
-    return Stack.of(stack, model, *(Unread(part) if isinstance(part, Chunked) else part for part in parts))
+        return StackParts.of(replace(stack, tokens=0), model, *(UnreadPart(part) for part in parts))
+    return StackParts.of(stack, model, *(UnreadPart(part) if isinstance(part, ChunkedPart) else part for part in parts))
 
 
 def _loops(model: Model) -> int:
@@ -74,19 +74,19 @@ def _parts(model: Model, path: str) -> tuple[Part, ...]:
     sizes: dict[str, Any] = {"hidden": model.hidden_size, "heads": model.num_heads, "head_dim": head_dim(model)}
     sizes["biases"] = attention_biases(model)
     norm, rate = Norms.of(model), model.retro_encoder_dropout
-    own, feed_forward = self_attention(model, tokens, is_causal=True), mlp(model, tokens)
+    attention, feed_forward = self_attention(model, tokens, is_causal=True), mlp(model, tokens)
     if path.startswith(ENCODER):
         inside = vars(self_attention(model, read, is_causal=False))
-        attention = NeighbourAttention(**inside, rate=rate, neighbour=neighbour_length(model))
-        asking = Asking(**sizes, tokens=read, norm=norm, read=tokens, rate=rate, chunk=chunk)
-        behind = NeighbourMLP(**vars(mlp(model, read)), rate=rate)
+        attention = NeighbourAttentionPart(**inside, rate=rate, neighbour=neighbour_length(model))
+        asking = AskingPart(**sizes, tokens=read, norm=norm, read=tokens, rate=rate, chunk=chunk)
+        behind = NeighbourMLPPart(**vars(mlp(model, read)), rate=rate)
         return (attention, asking, behind) if path == ENCODER_FIRST else (attention, behind)
     # The first such layer's norm is outside of it.
     norm = Norms(norm.vectors, ()) if path == FIRST_REST else norm
     layers = f"(layers + {RETRO}_layers)" if later_retro_layers(model) else "layers"
     neighbours = model.retro_num_neighbours * neighbour_length(model)
     counted = layers if path == FIRST_REST else ""
-    chunked = Chunked(
+    chunked = ChunkedPart(
         **sizes,
         tokens=tokens,
         norm=norm,
@@ -97,8 +97,8 @@ def _parts(model: Model, path: str) -> tuple[Part, ...]:
         ends_backward=model.retro_frozen == "decoder",
     )
     return {
-        PLAIN: (own, feed_forward),
-        FIRST_ATTENTION: (own,),
+        PLAIN: (attention, feed_forward),
+        FIRST_ATTENTION: (attention,),
         FIRST_REST: (chunked, feed_forward),
-        RETRO: (own, chunked, feed_forward),
+        RETRO: (attention, chunked, feed_forward),
     }[path]

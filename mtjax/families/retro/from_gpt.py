@@ -59,12 +59,12 @@ class RetroSource:
                 f"{file} has retro_final_norm false, and the gpt has a final norm, which would be lost: remove it from "
                 "the file"
             )
-        own = {name: getattr(wanted.model, name) for name in RETRO_SETTINGS}
+        settings = {name: getattr(wanted.model, name) for name in RETRO_SETTINGS}
         # Of a run only the model is kept: how it was trained may not go along with a retro.
         plain = dataclasses.replace(Config(), model=gpt)
         # A run's choice of kernel may not support Retro.
-        own |= {"attention": Model().attention}
-        self._config = replace(plain, **{**own, **of_decoder(gpt), "family": "retro"})
+        settings |= {"attention": Model().attention}
+        self._config = replace(plain, **{**settings, **of_decoder(gpt), "family": "retro"})
         validate(self._config)
         self._source, self._seed = source, wanted.training.seed
         self.parameters: Mapping[str, Parameter] = parameters_of(self._config)
@@ -84,9 +84,9 @@ class RetroSource:
             yield from self._source.slices(self._source.parameters[name])
             return
         # A GPT has one stack; Retro's has a stack for each kind of layer, which takes its layers from it.
-        own = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
+        parameter = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
         # To the end: a source verifies its fingerprint there.
-        for number, array in enumerate(self._source.slices(own)):
+        for number, array in enumerate(self._source.slices(parameter)):
             if number in parameter.numbers:
                 yield array
 

@@ -57,13 +57,13 @@ def retro_note(model: Model) -> str | None:
     """Returns in what a model is not the RetroModel of Megatron-Core 0.15; None where it is, and for other families."""
     if model.family != "retro":
         return None
-    own, theirs = (
+    ours, theirs = (
         ", ".join(str(number + 1) for number in (first_retro_layer(each), *later_retro_layers(each)))
         for each in (model, dataclasses.replace(model, retro_first=None, retro_every=Model().retro_every))
     )
     different = ["has no final norm (retro_final_norm true)"] if model.retro_final_norm else []
-    if own != theirs:
-        different.append(f"reads neighbours in the layers {theirs}, not {own} (retro_first, retro_every)")
+    if ours != theirs:
+        different.append(f"reads neighbours in the layers {theirs}, not {ours} (retro_first, retro_every)")
     what = " and ".join(different)
     return f"the RetroModel of Megatron-Core 0.15 {what}: it is another model than these weights" if what else None
 

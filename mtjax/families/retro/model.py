@@ -45,10 +45,13 @@ class Retro(GPT):
         encoder = dataclasses.replace(
             model, num_layers=model.retro_encoder_layers, hidden_dropout=rate, attention_dropout=rate
         )
-        encoder_key, self.paths = jax.random.fold_in(key, 1), tuple(own.path for own in stacks_of(model))
-        for own in stacks_of(model):
-            of, drawn_from = (encoder, encoder_key) if own.path.startswith(ENCODER) else (model, key)
-            setattr(self, own.path, stack(of, own=own, key=drawn_from, layer_type=RetroLayer))
+        encoder_key, self.paths = (
+            jax.random.fold_in(key, 1),
+            tuple(layer_stack.path for layer_stack in stacks_of(model)),
+        )
+        for layer_stack in stacks_of(model):
+            of, drawn_from = (encoder, encoder_key) if layer_stack.path.startswith(ENCODER) else (model, key)
+            setattr(self, layer_stack.path, stack(of, layer_stack=layer_stack, key=drawn_from, layer_type=RetroLayer))
         self.letters = letters_of_retro(model)
 
     @property

@@ -48,9 +48,9 @@ class DecoderSource:
             return
         of_layer = {}
         for path in (PLAIN, FIRST_ATTENTION, FIRST_REST, RETRO):
-            if (own := self._source.parameters.get(f"{path}.layers.{name}")) is not None:
+            if (of_name := self._source.parameters.get(f"{path}.layers.{name}")) is not None:
                 # One iterator for all layers of a stack: they are read in order, each once.
-                of_layer |= dict.fromkeys(own.numbers, self._source.slices(own))
+                of_layer |= dict.fromkeys(of_name.numbers, self._source.slices(of_name))
         for number in range(parameter.num_layers or 0):
             yield next(of_layer[number])
         for rest in set(of_layer.values()):

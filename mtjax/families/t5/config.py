@@ -40,7 +40,7 @@ T5 = Family(
         "attention_dropout": 0.1,
     },
     choices={"position": ("relative", "learned"), "norm_placement": ("pre",)},
-    own=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers", "output_scale"}),
+    settings=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers", "output_scale"}),
     refused_elsewhere=frozenset({"relative_bias_layers"}),
     check=check,
 )

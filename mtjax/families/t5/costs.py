@@ -1,9 +1,9 @@
 """T5: an encoder and a decoder with one embedding table; the decoder has cross-attention over the encoder's output."""
 
-from mtjax.analysis.anatomy import Anatomy, Stack
-from mtjax.analysis.parts.attention import CrossAttention
-from mtjax.analysis.parts.embedding import Lookup, Norm, Positions, RelativeBias
-from mtjax.analysis.parts.heads import OutputProjection
+from mtjax.analysis.anatomy import Anatomy, StackParts
+from mtjax.analysis.parts.attention import CrossAttentionPart
+from mtjax.analysis.parts.embedding import LookupPart, NormPart, PositionsPart, RelativeBiasPart
+from mtjax.analysis.parts.heads import OutputProjectionPart
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
 from mtjax.config.sizes import (
@@ -25,7 +25,7 @@ def t5(model: Model) -> Anatomy:
     rows, hidden = padded_vocab_size(model), model.hidden_size
     reading, writing = stacks_of(model)
     read, written = reading.tokens, writing.tokens
-    cross = CrossAttention(
+    cross = CrossAttentionPart(
         hidden=hidden,
         tokens=written,
         read=read,
@@ -37,18 +37,18 @@ def t5(model: Model) -> Anatomy:
     encoder = (self_attention(model, read, is_causal=False), mlp(model, read))
     decoder = (self_attention(model, written, is_causal=True), cross, mlp(model, written))
     lookups = (
-        Lookup(rows, hidden, has_neighbour=True),
+        LookupPart(rows, hidden, has_neighbour=True),
         # The decoder reads the encoder's table: counted once.
-        Lookup(rows, hidden, side=DECODER_SIDE, owns_table=False, has_neighbour=True),
+        LookupPart(rows, hidden, side=DECODER_SIDE, owns_table=False, has_neighbour=True),
     )
     return Anatomy(
         model,
         embed=(*lookups, *_positions(model)),
-        stacks=(Stack.of(reading, model, *encoder), Stack.of(writing, model, *decoder)),
+        stacks=(StackParts.of(reading, model, *encoder), StackParts.of(writing, model, *decoder)),
         head=(
-            Norm("encoder.final_norm", norm_vectors(model), hidden),
-            Norm("decoder.final_norm", norm_vectors(model), hidden),
-            OutputProjection(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER_SIDE),
+            NormPart("encoder.final_norm", norm_vectors(model), hidden),
+            NormPart("decoder.final_norm", norm_vectors(model), hidden),
+            OutputProjectionPart(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER_SIDE),
         ),
     )
 
@@ -58,7 +58,9 @@ def _positions(model: Model) -> tuple[Part, ...]:
         if model.relative_bias_layers == "all":
             return ()  # in `self_attention`
         lengths = {"encoder": model.sequence_length, "decoder": decoder_length(model)}
-        return tuple(RelativeBias(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items())
+        return tuple(
+            RelativeBiasPart(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items()
+        )
     # One table of positions for encoder and decoder.
     longest = max(model.sequence_length, decoder_length(model))
-    return (Positions(longest, model.hidden_size, sides=("", DECODER_SIDE)),)
+    return (PositionsPart(longest, model.hidden_size, sides=("", DECODER_SIDE)),)

@@ -46,14 +46,16 @@ FINAL_SITE = 2**31 - 3
 class T5Stack(nnx.Module):
     """The encoder or the decoder: layers, their relative positions if any, and a norm and dropout at the end."""
 
-    def __init__(self, config: Config, model: Model, own: LayerStack, *, is_causal: bool, key: Array) -> None:
+    def __init__(self, config: Config, model: Model, layer_stack: LayerStack, *, is_causal: bool, key: Array) -> None:
         """Draws the parameters of a stack of layers, with the sizes of `model`."""
         dtype, loop_settings = jnp.dtype(config.training.compute_dtype), LayerLoopSettings.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
         has_table = is_relative and model.relative_bias_layers == "first"  # else every layer has one
         self.relative = RelativeBias(model, key=bias_key) if has_table else None
-        self.stack = Stack(model, dtype, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key)
+        self.stack = Stack(
+            model, dtype, layer_stack=layer_stack, loop_settings=loop_settings, parallel=config.parallel, key=stack_key
+        )
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.is_causal = is_causal

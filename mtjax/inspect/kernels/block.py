@@ -89,15 +89,15 @@ def follow(kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int
       grid: blocks, by dimension.
     """
     # The middle: blocks at the edges of an array take branches that the others do not.
-    found = _Block(kernel, threads, grid, (grid[0] // 2, grid[1] // 2, grid[2] // 2)).run()
+    found = _BlockAddresses(kernel, threads, grid, (grid[0] // 2, grid[1] // 2, grid[2] // 2)).run()
     if all(times for _, times in found.straight(kernel)):
         return found
     # Where arrays are side by side, such as gate and up, a block writes one of them. Blocks are chosen by the golden
     # ratio, as those at equal distances could all write the same one.
     count = int(np.prod(grid))
     indices = sorted({int((i + 0.5) * 0.6180339887 % 1 * count) for i in range(MOST_BLOCKS)})
-    places = ((i % grid[0], i // grid[0] % grid[1], i // grid[0] // grid[1]) for i in indices)
-    return _together([_Block(kernel, threads, grid, place).run() for place in places])
+    block_indices = ((i % grid[0], i // grid[0] % grid[1], i // grid[0] // grid[1]) for i in indices)
+    return _together([_BlockAddresses(kernel, threads, grid, block_index).run() for block_index in block_indices])
 
 
 def _together(blocks: list[Followed]) -> Followed:
@@ -117,7 +117,7 @@ def _together(blocks: list[Followed]) -> Followed:
     return found
 
 
-class _Block:
+class _BlockAddresses:
     def __init__(
         self, kernel: PtxEntry, threads: tuple[int, int, int], grid: tuple[int, int, int], block: tuple[int, int, int]
     ) -> None:

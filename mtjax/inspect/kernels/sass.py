@@ -61,15 +61,15 @@ class Code:
         """
         # ptxas keeps the order of what branches jump over, so that the n-th access here is the n-th there.
         inside = self.in_loop
-        places = [i for i, machine in enumerate(self.instructions) if machine.access_bytes and not inside[i]]
-        sizes, expected = [self.instructions[i].access_bytes for i in places], [size for size, _ in accesses]
+        access_positions = [i for i, machine in enumerate(self.instructions) if machine.access_bytes and not inside[i]]
+        sizes, expected = [self.instructions[i].access_bytes for i in access_positions], [size for size, _ in accesses]
         if sorted(sizes) != sorted(expected):
             return None
         found = [1.0] * len(self.instructions)
         for first, last in self.branches:
-            low, high = bisect_left(places, first), bisect_left(places, last + 1)
+            low, high = bisect_left(access_positions, first), bisect_left(access_positions, last + 1)
             # Turned off by a predicate, an access says nothing about the instructions beside it.
-            is_guarded = any(self.instructions[i].is_guarded for i in places[low:high])
+            is_guarded = any(self.instructions[i].is_guarded for i in access_positions[low:high])
             if low == high or is_guarded or sorted(sizes[low:high]) != sorted(expected[low:high]):
                 continue
             share = max(min(1.0, times) for _, times in accesses[low:high])

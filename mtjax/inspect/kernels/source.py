@@ -47,11 +47,11 @@ class SourceLines:
         while frame and frame not in seen and frame in self.tables.get("StackFrames", {}):
             seen.add(frame)
             numbers = _numbers(self.tables["StackFrames"][frame])
-            place = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", 0), ""))
-            path = self.tables["FileNames"].get(place.get("file_name_id", 0), "")
+            location = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", 0), ""))
+            path = self.tables["FileNames"].get(location.get("file_name_id", 0), "")
             # From the innermost frame outwards: those of jax and flax come first and are the same for all operations.
             if _PACKAGE in path and not path.endswith(_WRAPPERS):
-                return f"{path.rsplit(_PACKAGE, 1)[1]}:{place.get('line', 0)}"
+                return f"{path.rsplit(_PACKAGE, 1)[1]}:{location.get('line', 0)}"
             frame = numbers.get("parent_frame_id", 1) - 1  # XLA prints one more than the parent's number
         return ""
 

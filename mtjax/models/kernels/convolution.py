@@ -78,16 +78,16 @@ def _backward(inputs: tuple[Any, ...], gradient: Array) -> tuple[Array | None, .
     (mixed, gradient), taps, length = lax.optimization_barrier((mixed, gradient)), len(weights), mixed.shape[1]
     # Recomputed, as only the arguments are saved.
     _, back = jax.vjp(jax.nn.silu, _total(mixed, weights, bias, before, segments))
-    (own,) = back(gradient.astype(jnp.float32))
+    (of_sum,) = back(gradient.astype(jnp.float32))
     of_seen: Any = 0.0
     of_weights = []
     for tap in range(taps):
-        of_tap = (own * _seen(tap, mixed, taps, before, segments)).sum((0, 1))
-        own, of_tap = lax.optimization_barrier((own, of_tap))
+        of_tap = (of_sum * _seen(tap, mixed, taps, before, segments)).sum((0, 1))
+        of_sum, of_tap = lax.optimization_barrier((of_sum, of_tap))
         of_weights.append(of_tap)
-        term = _of_document(own * weights[tap], taps - 1 - tap, segments)
+        term = _of_document(of_sum * weights[tap], taps - 1 - tap, segments)
         of_seen = of_seen + jnp.pad(term, [(0, 0), (tap, taps - 1 - tap), (0, 0), (0, 0)])
-    of_bias = None if bias is None else own.sum((0, 1))
+    of_bias = None if bias is None else of_sum.sum((0, 1))
     of_before = None if before is None else of_seen[:, : taps - 1].astype(before.dtype)
     return of_seen[:, -length:].astype(mixed.dtype), jnp.stack(of_weights), of_bias, of_before, None
 

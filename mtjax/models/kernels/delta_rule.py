@@ -64,7 +64,7 @@ def delta_scan(
 class Passage(NamedTuple):
     """What tokens do to a state that comes in, S, whatever it is: they read and leave affine functions of it."""
 
-    own: Float[Array, "b s u h p"]
+    without_state: Float[Array, "b s u h p"]
     """What is read where S is 0."""
     reads: Float[Array, "b s u h n"]
     """Meets S, and gives what is read of it besides."""
@@ -75,7 +75,7 @@ class Passage(NamedTuple):
         """Computes what the tokens read where a state comes in, which has the type of the values."""
         # XLA: for CPUs it has no such product of 16-bit types where tokens come before the heads.
         of_state = wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
-        return (self.own.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.own.dtype)
+        return (self.without_state.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.without_state.dtype)
 
 
 def delta_passage(inputs: DeltaInputs, size: int, at_once: int, before: Int[Array, " b"] | None) -> Passage:
@@ -115,14 +115,14 @@ def _pass_chunks(
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
 
-    def block(carry: tuple[Array, Array | None], own: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
+    def block(carry: tuple[Array, Array | None], block_inputs: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
         """Passes the state through the chunks of a block; returns it, and the block's outputs."""
         state, before = carry
         # A step saves the state that comes in, and recomputes its products in the backward pass.
-        state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
+        state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(block_inputs, size, before))
         # [c b u h q p] -> [b c q u h p]
         y = joined(jnp.transpose(y, (1, 0, 4, 2, 3, 5)))
-        return (state, None if own.segments is None else own.segments[:, -1]), y
+        return (state, None if block_inputs.segments is None else block_inputs.segments[:, -1]), y
 
     if at_once == count:
         (state, _), y = block((state, before), inputs)

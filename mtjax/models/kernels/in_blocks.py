@@ -102,8 +102,8 @@ class InBlocks:
         count = spans_of(length, self._at_a_time(queries.query, keys.key)) if self.is_causal else 1
         step, spans = length // count, []
         for end in range(step, length + 1, step):
-            own = jax.tree.map(partial(_between, end - step, end), queries)
-            spans.append((own, jax.tree.map(partial(_between, 0, end), keys)))
+            queries_of_block = jax.tree.map(partial(_between, end - step, end), queries)
+            spans.append((queries_of_block, jax.tree.map(partial(_between, 0, end), keys)))
         return spans
 
     def _at_a_time(self, query: Array, key: Array) -> int:

@@ -61,19 +61,21 @@ def scan(
     # The most chunks of a block that divide them into equal blocks.
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
 
-    def block(state: Array | None, before: Array | None, own: ScanInputs) -> tuple[Array, Array]:
-        chunks = _Chunks.of(own, a, size, before)
+    def block(state: Array | None, before: Array | None, block_inputs: ScanInputs) -> tuple[Array, Array]:
+        chunks = _Chunks.of(block_inputs, a, size, before)
         incoming, state = pass_states(chunks.total, chunks.states, state, chunks.goes_on)
         y = chunks.within() + chunks.across(incoming)
-        return joined(y.astype(own.x.dtype)), state
+        return joined(y.astype(block_inputs.x.dtype)), state
 
     if at_once == count:
         y, state = block(state, before, inputs)
         return y[:, :length], state
 
-    def iteration(carry: tuple[Array, Array | None], own: ScanInputs) -> tuple[tuple[Array, Array | None], Array]:
-        y, state = block(*carry, own)
-        return (state, None if own.segments is None else own.segments[:, -1]), y
+    def iteration(
+        carry: tuple[Array, Array | None], block_inputs: ScanInputs
+    ) -> tuple[tuple[Array, Array | None], Array]:
+        y, state = block(*carry, block_inputs)
+        return (state, None if block_inputs.segments is None else block_inputs.segments[:, -1]), y
 
     if state is None:
         batch, groups, heads, width = (inputs.x.shape[i] for i in (0, 2, 3, 4))
@@ -142,20 +144,20 @@ def pass_states(
     decay = jnp.cumsum(total, 1) if count > 1 else total
     until = decay - total  # up to the end of the chunk before
     passes = jnp.tril(jnp.ones((count, count), bool), -1)[None, :, :, None, None]
-    fades, breaks, own = until[:, :, None] - decay[:, None], None, None
+    fades, breaks, begun_before = until[:, :, None] - decay[:, None], None, None
     if goes_on is not None:
         breaks = jnp.cumsum(~goes_on, 1)
-        # Chunks in which a document begins, up to and with each chunk (`breaks`), and without it (`own`): a state
-        # passes where none is between.
-        own = breaks - ~goes_on
-        passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]
+        # Chunks in which a document begins, up to and with each chunk (`breaks`), and without it (`begun_before`): a
+        # state passes where none is between.
+        begun_before = breaks - ~goes_on
+        passes = passes & (begun_before[:, :, None] == breaks[:, None])[..., None, None]
     # Masked before the exponential: differences to later chunks are positive, and would overflow.
     weights = jnp.exp(jnp.where(passes, fades, -jnp.inf))
     incoming = jnp.einsum("bizuh,bzuhpn->biuhpn", weights, states, precision=HIGHEST)
     if first is not None:
         kept = jnp.exp(until)
-        if own is not None:
-            kept = jnp.where((own == 0)[..., None, None], kept, 0)
+        if begun_before is not None:
+            kept = jnp.where((begun_before == 0)[..., None, None], kept, 0)
         incoming = incoming + kept[..., None, None] * first[:, None]
     last = jnp.exp(total[:, -1])
     if goes_on is not None:
@@ -253,19 +255,19 @@ def wide_einsum(subscripts: str, *arrays: Array) -> Array:
 
 def in_chunks(x: Array, size: int) -> Array:
     """Cuts tokens into chunks: [b, s, ...] -> [b, c, size, ...]."""
-    place = jax.typeof(x).sharding.spec
-    return _reshaped(x, (x.shape[0], x.shape[1] // size, size, *x.shape[2:]), (*place[:2], None, *place[2:]))
+    sharding = jax.typeof(x).sharding.spec
+    return _reshaped(x, (x.shape[0], x.shape[1] // size, size, *x.shape[2:]), (*sharding[:2], None, *sharding[2:]))
 
 
 def joined(chunks: Array) -> Array:
     """Joins the tokens of chunks: [b, c, q, ...] -> [b, s, ...]."""
-    place, (count, size) = jax.typeof(chunks).sharding.spec, chunks.shape[1:3]
-    return _reshaped(chunks, (chunks.shape[0], count * size, *chunks.shape[3:]), (*place[:2], *place[3:]))
+    sharding, (count, size) = jax.typeof(chunks).sharding.spec, chunks.shape[1:3]
+    return _reshaped(chunks, (chunks.shape[0], count * size, *chunks.shape[3:]), (*sharding[:2], *sharding[3:]))
 
 
-def _reshaped(x: Array, shape: tuple[int, ...], place: tuple[Any, ...]) -> Array:
+def _reshaped(x: Array, shape: tuple[int, ...], sharding: tuple[Any, ...]) -> Array:
     # Since jax 0.11, a reshape forgets how dimensions of size 1 are sharded, such as a single group of heads.
-    return x.reshape(shape, out_sharding=PartitionSpec(*place)) if any(place) else x.reshape(shape)
+    return x.reshape(shape, out_sharding=PartitionSpec(*sharding)) if any(sharding) else x.reshape(shape)
 
 
 def whole_chunks(inputs: Inputs, size: int) -> Inputs:

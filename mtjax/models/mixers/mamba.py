@@ -127,12 +127,12 @@ class Mamba(RecurrentMixer):
             return y.astype(gate.dtype)
         squares = jnp.square(y).sum((-2, -1))
         if ranks > groups:
-            own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", None)
+            ranks_by_group, sharding = heads_of_ranks(ranks, groups), spec("batch", "seq", None)
             # A norm's group is larger than what a rank has: sums over its ranks, an all-reduce of one number per token
             # and group.
-            squares = jnp.einsum("bsu,ug->bsg", squares, own, precision=HIGHEST, out_sharding=place)
+            squares = jnp.einsum("bsu,ug->bsg", squares, ranks_by_group, precision=HIGHEST, out_sharding=sharding)
         scale = lax.rsqrt(squares / count + self.model.norm_epsilon)
         if ranks > groups:
-            own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", "heads")
-            scale = jnp.einsum("bsg,ug->bsu", scale, own, precision=HIGHEST, out_sharding=place)
+            ranks_by_group, sharding = heads_of_ranks(ranks, groups), spec("batch", "seq", "heads")
+            scale = jnp.einsum("bsg,ug->bsu", scale, ranks_by_group, precision=HIGHEST, out_sharding=sharding)
         return (y * scale[..., None, None] * self.by_groups(self.norm_scale[...])).astype(gate.dtype)

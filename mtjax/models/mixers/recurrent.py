@@ -194,8 +194,8 @@ class GroupedProjection(nnx.Module):
     def __init__(self, model: Model, parts: Mapping[str, ProductSizes], *, key: Array) -> None:
         """Draws the weights of gate and value, of the two shared vectors, and of the numbers of each head."""
         self.names, self.groups = tuple(parts), ssm_groups(model)
-        for (name, sizes), own in zip(parts.items(), jax.random.split(key, len(parts)), strict=True):
-            setattr(self, name, draw_normal(own, sizes.weight, model.init_std))
+        for (name, sizes), inputs in zip(parts.items(), jax.random.split(key, len(parts)), strict=True):
+            setattr(self, name, draw_normal(inputs, sizes.weight, model.init_std))
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes, of each group in use: gate, value, the two shared vectors, the numbers of each head."""

@@ -244,8 +244,8 @@ class Checkpoints:
         # `mtjax convert` writes arrays in folders of their own, without Orbax's list of them.
         if saved != orders or not (state / "manifest.ocdbt").is_file():
             return State(**read_reordered(state, tree, saved, orders))
-        placed = ocp.checkpoint_utils.construct_restore_args(tree)
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=restore_args))
         items: Any = self._manager.restore(step, args=arguments)
         return State(**items["state"])
 

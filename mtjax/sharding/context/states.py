@@ -45,20 +45,20 @@ class Pieces:
         """Joins pieces: [2 b, s / 2, ...] -> [b, s, ...]."""
         return _reshaped(x, x.shape[0] // 2, 2 * x.shape[1], *x.shape[2:])
 
-    def in_order(self, own: Shaped[Array, "2b ..."]) -> Shaped[Array, "pieces b ..."]:
+    def in_order(self, local: Shaped[Array, "2b ..."]) -> Shaped[Array, "pieces b ..."]:
         """Gathers an array of the pieces of all ranks, in the order of the sample."""
-        sharding = PartitionSpec(None, *jax.typeof(own).sharding.spec)
-        pairs = own.reshape(-1, 2, *own.shape[1:], out_sharding=sharding)
+        sharding = PartitionSpec(None, *jax.typeof(local).sharding.spec)
+        pairs = local.reshape(-1, 2, *local.shape[1:], out_sharding=sharding)
         # Documents' numbers are integers, and have no gradient.
-        every: Any = (_gathered if jnp.issubdtype(own.dtype, jnp.floating) else _all)(self.axes, pairs)
+        every: Any = (_gathered if jnp.issubdtype(local.dtype, jnp.floating) else _all)(self.axes, pairs)
         # Early pieces of ranks 0, 1, ..., then late pieces of ranks ..., 1, 0 (zig-zag).
         return jnp.concatenate([every[:, :, 0], jnp.flip(every[:, :, 1], 0)])
 
     def own_of(self, ordered: Shaped[Array, "pieces b ..."]) -> Shaped[Array, "2b ..."]:
         """Selects this rank's two pieces."""
-        places = jnp.stack([self.rank, 2 * self.degree - 1 - self.rank])
+        pieces_of_rank = jnp.stack([self.rank, 2 * self.degree - 1 - self.rank])
         # A product, as an index that differs between ranks would not lower here.
-        is_own = (places[:, None] == jnp.arange(2 * self.degree)).astype(ordered.dtype)
+        is_own = (pieces_of_rank[:, None] == jnp.arange(2 * self.degree)).astype(ordered.dtype)
         both = jnp.einsum("wp,pb...->bw...", is_own, ordered, precision=lax.Precision.HIGHEST)
         sharding = PartitionSpec(*jax.typeof(ordered).sharding.spec[1:])
         return both.reshape(-1, *ordered.shape[2:], out_sharding=sharding)
@@ -86,7 +86,7 @@ def _gathered(axes: Axes, x: Array) -> Array:
 
 def _all(axes: Axes, x: Array) -> Array:
     partition = jax.typeof(x).sharding.spec
-    mapped = map_ranks(lambda own: lax.all_gather(own, axes), (partition,), PartitionSpec(None, *partition))
+    mapped = map_ranks(lambda local: lax.all_gather(local, axes), (partition,), PartitionSpec(None, *partition))
     return no_hoist(mapped, x)
 
 
@@ -133,10 +133,10 @@ def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> t
     """Computes the states that come into this rank's pieces, [2b u h n p]; saves the maps of its heads."""
     partition = jax.typeof(leaves).sharding.spec
 
-    def passed(own: Array) -> tuple[Array, Array]:
+    def passed(local: Array) -> tuple[Array, Array]:
         # float32, as a map is a product over all tokens of a piece; what ranks read is sent back in the compute type.
-        maps = _by_heads(axes, own)
-        return _by_pieces(axes, _pass_on(maps).astype(dtype), own), maps
+        maps = _by_heads(axes, local)
+        return _by_pieces(axes, _pass_on(maps).astype(dtype), local), maps
 
     return no_hoist(map_ranks(passed, (partition,), (partition, _of_heads(partition))), leaves)
 
@@ -145,11 +145,11 @@ def _passed_backward(axes: Axes, _: jax.typing.DTypeLike, maps: Array, gradient:
     """Computes the gradient of `leaves`, [2b u h n p+n], from that of the states, [2b u h n p]."""
     partition = jax.typeof(gradient).sharding.spec
 
-    def passed(maps: Array, own: Array) -> Array:
+    def passed(maps: Array, local: Array) -> Array:
         # Passes the states on once more: only the maps were saved, not the states between pieces.
         _, back = jax.vjp(_pass_on, maps)
-        (of_maps,) = back(_by_heads(axes, own).astype(maps.dtype))
-        return _by_pieces(axes, of_maps, own)
+        (of_maps,) = back(_by_heads(axes, local).astype(maps.dtype))
+        return _by_pieces(axes, of_maps, local)
 
     return (no_hoist(map_ranks(passed, (_of_heads(partition), partition), partition), maps, gradient),)
 
@@ -178,10 +178,10 @@ def _pass_on(maps: Float[Array, "pieces k n p+n"]) -> Float[Array, "pieces k n p
     return jnp.concatenate([jnp.zeros_like(first)[None], first[None], others])
 
 
-def _by_heads(axes: Axes, own: Float[Array, "2b u h n m"]) -> Float[Array, "pieces k n m"]:
+def _by_heads(axes: Axes, local: Float[Array, "2b u h n m"]) -> Float[Array, "pieces k n m"]:
     """Exchanges arrays of this rank's two pieces for those of all pieces, in order, of its k of the b u h heads."""
-    ranks, (n, m) = lax.axis_size(axes), own.shape[-2:]
-    heads = jnp.moveaxis(own.reshape(-1, 2, *own.shape[1:]), 1, 0).reshape(2, -1, n, m)
+    ranks, (n, m) = lax.axis_size(axes), local.shape[-2:]
+    heads = jnp.moveaxis(local.reshape(-1, 2, *local.shape[1:]), 1, 0).reshape(2, -1, n, m)
     # Heads of zeros fill up a number that the ranks do not divide.
     heads = jnp.pad(heads, [(0, 0), (0, -heads.shape[1] % ranks), (0, 0), (0, 0)])
     sent = jnp.moveaxis(heads.reshape(2, ranks, -1, n, m), 1, 0)
@@ -195,5 +195,5 @@ def _by_pieces(
     """Exchanges arrays back: the reverse of `_by_heads`, for heads like those of an array."""
     ranks, (n, m), (both, groups, heads) = lax.axis_size(axes), ordered.shape[-2:], like.shape[:3]
     sent = jnp.stack([ordered[:ranks], jnp.flip(ordered[ranks:], 0)], 1)
-    own = jnp.moveaxis(lax.all_to_all(sent, axes, 0, 0), 1, 0).reshape(2, -1, n, m)[:, : both // 2 * groups * heads]
-    return jnp.moveaxis(own.reshape(2, both // 2, groups, heads, n, m), 0, 1).reshape(both, groups, heads, n, m)
+    local = jnp.moveaxis(lax.all_to_all(sent, axes, 0, 0), 1, 0).reshape(2, -1, n, m)[:, : both // 2 * groups * heads]
+    return jnp.moveaxis(local.reshape(2, both // 2, groups, heads, n, m), 0, 1).reshape(both, groups, heads, n, m)

@@ -69,7 +69,7 @@ class Pending(NamedTuple):
 
     letter: str
     gradients: list[Array]
-    place: Any
+    index: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,20 +113,20 @@ class Letter:
         function = jaxpr_as_fun(ClosedJaxpr(self.function.jaxpr, constants))
         return jax.tree.unflatten(self.result, function(*jax.tree.leaves((x, prefetched, resident, number))))
 
-    def gather(self, stacks: Stacks, place: Any) -> list[Array]:
-        """All-gathers the sharded parameters of the layer at `place` in its stacks."""
-        return self.loop.gather(stacks.shards, place)
+    def gather(self, stacks: Stacks, index: Any) -> list[Array]:
+        """All-gathers the sharded parameters of the layer at `index` in its stacks."""
+        return self.loop.gather(stacks.shards, index)
 
     def forward(
-        self, x: Array, gathered: list[Array], stacks: Stacks, place: Any, shared: LayerConstants, *, saves: bool
+        self, x: Array, gathered: list[Array], stacks: Stacks, index: Any, shared: LayerConstants, *, saves: bool
     ) -> tuple[Array, Tree, Any]:
-        """Runs the layer at `place`.
+        """Runs the layer at `index`.
 
         Args:
           x: hidden states, [batch, act_seq, embed].
           gathered: its sharded parameters, in full.
           stacks: of its letter.
-          place: index in the stacks.
+          index: in the stacks.
           shared: constants.
           saves: whether a backward pass follows.
 
@@ -134,14 +134,14 @@ class Letter:
           Hidden states, the layer's state, and what its backward pass reads: the layer's vjp function without arrays
           that it reads again, as a loop would stack them; None without a backward pass.
         """
-        parameters = self.loop.of_layer(gathered, stacks.shards, place)
-        resident, number = index_layer(stacks.resident, place), stacks.numbers[place]
+        parameters = self.loop.of_layer(gathered, stacks.shards, index)
+        resident, number = index_layer(stacks.resident, index), stacks.numbers[index]
         used = [shared.differentiable[i] for i in self.uses]
         if not saves:
             return *self.run(x, parameters, resident, number, used, shared.others), None
 
-        def layer(x: Array, parameters: list[Any], own: list[Any], used: list[Array]) -> Any:
-            return self.run(x, parameters, with_shards(resident, own), number, used, shared.others)
+        def layer(x: Array, parameters: list[Any], trainable_shards: list[Any], used: list[Array]) -> Any:
+            return self.run(x, parameters, with_shards(resident, trainable_shards), number, used, shared.others)
 
         # Neither the layer number nor `others` has a gradient, nor has `resident` where it is frozen.
         (x, state), vjp = jax.vjp(self.loop.saving(layer), x, parameters, differentiable_shards(resident), used)
@@ -153,17 +153,17 @@ class Letter:
         cotangents: tuple[Array, Tree],
         gathered: list[Array],
         stacks: Stacks,
-        place: Any,
+        index: Any,
         shared: LayerConstants,
     ) -> tuple[Array, list[Array], list[Any], list[Array]]:
-        """Runs the backward pass of the layer at `place`.
+        """Runs the backward pass of the layer at `index`.
 
         Args:
           vjp: what `forward` saved.
           cotangents: of hidden states and of the layer's state.
           gathered: its sharded parameters, in full; not read where the forward pass saved them.
           stacks: of its letter.
-          place: index in the stacks.
+          index: in the stacks.
           shared: constants.
 
         Returns:
@@ -174,24 +174,24 @@ class Letter:
             # The gathered arrays are among the residuals: these fill their places in `of_layer`, and `regathered`
             # lacks them.
             gathered = [jnp.zeros(()) for like in self.loop.prefetched if isinstance(like, ShardedParam)]
-        parameters = self.loop.of_layer(gathered, stacks.shards, place)
-        again = self._read_again(parameters, index_layer(stacks.resident, place), shared)
-        gradient, parameters, own, constants = vjp.of(again)(cotangents)
-        return gradient, self.loop.unreduced(parameters), own, constants
+        parameters = self.loop.of_layer(gathered, stacks.shards, index)
+        again = self._read_again(parameters, index_layer(stacks.resident, index), shared)
+        gradient, parameters, of_resident, constants = vjp.of(again)(cotangents)
+        return gradient, self.loop.unreduced(parameters), of_resident, constants
 
     def earliest(self, gradients: list[Array]) -> list[Array]:
         """Selects, of the unreduced gradients of a layer, that of a matrix which its backward pass computes first."""
         return [] if self.last_matrix is None else [gradients[self.last_matrix]]
 
-    def accumulate(self, sums: LetterShards, own: list[Any], place: Any) -> LetterShards:
+    def accumulate(self, sums: LetterShards, resident_grads: list[Any], index: Any) -> LetterShards:
         """Adds the gradients of a layer's parameters without communication to their accumulators."""
         return sums._replace(
-            resident=jax.tree.map(lambda total, grad: add_to_layer(total, grad, place), sums.resident, own)
+            resident=jax.tree.map(lambda total, grad: add_to_layer(total, grad, index), sums.resident, resident_grads)
         )
 
     def reduce(self, sums: LetterShards, pending: Pending) -> LetterShards:
         """Reduces the gradients of a layer over ranks, into their accumulators."""
-        return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.place))
+        return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.index))
 
     def _read_again(self, parameters: list[Any], resident: list[Any], shared: LayerConstants) -> list[Array]:
         # The order is that of the other pass: `VjpWithoutParameters` knows an array by its place in this list.
@@ -230,29 +230,29 @@ def described(
         loop,
         function,
         jax.tree.structure(shapes),
-        [_place_of_constant(array, shared) for array in function.consts],
+        [_index_of_constant(array, shared) for array in function.consts],
         _last_matrix(function, example[0], loop.is_trainable),
     )
-    own = LetterShards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
+    differentiable = LetterShards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
     if sums is None:
-        return letter, stacks, own, zeros_like_shards(own)
+        return letter, stacks, differentiable, zeros_like_shards(differentiable)
     # Frozen parameters have no accumulator.
     trains = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     of_prefetched, of_resident = partition(sums, trains)
     return (
         letter,
         stacks,
-        own,
-        LetterShards(of_prefetched, jax.tree.unflatten(jax.tree.structure(own.resident), of_resident)),
+        differentiable,
+        LetterShards(of_prefetched, jax.tree.unflatten(jax.tree.structure(differentiable.resident), of_resident)),
     )
 
 
-def _place_of_constant(array: Any, shared: LayerConstants) -> tuple[bool, int]:
-    """Returns the place of a constant, to which it is added if no other layer reads it."""
+def _index_of_constant(array: Any, shared: LayerConstants) -> tuple[bool, int]:
+    """Returns the index of a constant among those of its kind, to which it is added if no other layer reads it."""
     # Arrays that are not tracers are the program's own constants, and have no gradient.
     is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
     among = shared.differentiable if is_differentiable else shared.others
-    # By identity: layers of several letters that close over one array share its place, and so its gradient.
+    # By identity: layers of several letters that close over one array share its index, and so its gradient.
     found = next((index for index, known in enumerate(among) if known is array), None)
     if found is None:
         among.append(array)
@@ -268,13 +268,15 @@ def _last_matrix(function: ClosedJaxpr, parameters: list[Any], is_trainable: Seq
       is_trainable: whether each of them is.
     """
     # The equations are in the order of the trace, and the backward pass runs them from the last to the first.
-    read = {var: place for place, eqn in enumerate(function.jaxpr.eqns) for var in eqn.invars if isinstance(var, Var)}
+    read = {
+        var: position for position, eqn in enumerate(function.jaxpr.eqns) for var in eqn.invars if isinstance(var, Var)
+    }
     variables = iter(function.jaxpr.invars[1:])
     leaves = [[next(variables) for _ in jax.tree.leaves(parameter)] for parameter in parameters]
-    trained = [own for own, flag in zip(leaves, is_trainable, strict=True) if flag]
-    places = {
-        index: max(read.get(var, -1) for var in own)
-        for index, own in enumerate(trained)
-        if any(var.aval.ndim > 1 for var in own)
+    trained = [variables_of for variables_of, flag in zip(leaves, is_trainable, strict=True) if flag]
+    last_reads = {
+        index: max(read.get(var, -1) for var in variables_of)
+        for index, variables_of in enumerate(trained)
+        if any(var.aval.ndim > 1 for var in variables_of)
     }
-    return max(places, key=lambda index: places[index], default=None)
+    return max(last_reads, key=lambda index: last_reads[index], default=None)

@@ -151,9 +151,9 @@ def traced(
     closed: dict[Callable[[Run], Run], Any] = {}
     for wrap in dict(variants):
         closed[wrap] = jax.closure_convert(wrap(run), *example)
-    places = {wrap: place for place, wrap in enumerate(closed)}
+    numbers_of_variants = {wrap: variant_number for variant_number, wrap in enumerate(closed)}
     functions, constants = zip(*closed.values(), strict=True)
-    return list(functions), list(constants), [(places[wrap], count) for wrap, count in variants]
+    return list(functions), list(constants), [(numbers_of_variants[wrap], count) for wrap, count in variants]
 
 
 def scan_but_last(
@@ -164,11 +164,11 @@ def scan_but_last(
 ) -> tuple[Tree, list[Tree]]:
     """Runs all layers but the last, a loop for each part; returns the carry, and the states of each loop."""
     states, first, last = [], 0, len(numbers) - 1
-    for place, count in parts:
+    for variant, count in parts:
         end = min(first + count, last)
         if end > first:
             indices = jnp.arange(end - first) + first if first else jnp.arange(end)
-            carry, state = lax.scan(partial(iteration, place), carry, (indices, numbers[first:end]))
+            carry, state = lax.scan(partial(iteration, variant), carry, (indices, numbers[first:end]))
             states.append(state)
         first = end
     return carry, states

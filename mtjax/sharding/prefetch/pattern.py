@@ -37,8 +37,8 @@ from mtjax.sharding.prefetch.loop import zeros_like
 Tree = Any
 
 
-class _Place(NamedTuple):
-    """A layer."""
+class _LayerOfLetter(NamedTuple):
+    """A layer, by its letter and its index among the layers of that letter."""
 
     letter: str
     index: Any
@@ -80,17 +80,17 @@ class _Program:
             seen.update({letter: times * unit.count(letter) for letter in set(unit)})
         return seen
 
-    def places(self, loop_index: int, index: Any) -> list[_Place]:
+    def layers_of_iteration(self, loop_index: int, index: Any) -> list[_LayerOfLetter]:
         """Returns the layers of an iteration."""
         unit = self.loops[loop_index].unit
         before, seen = self.before(loop_index), Counter[str]()
         found = []
         for letter in unit:
-            found.append(_Place(letter, before[letter] + unit.count(letter) * index + seen[letter]))
+            found.append(_LayerOfLetter(letter, before[letter] + unit.count(letter) * index + seen[letter]))
             seen[letter] += 1
         return found
 
-    def below(self, loop_index: int, first: _Place, index: Any) -> _Place | None:
+    def below(self, loop_index: int, first: _LayerOfLetter, index: Any) -> _LayerOfLetter | None:
         """Returns the layer before an iteration; None before the first layer."""
         unit, times = self.loops[loop_index]
         # The first loop has a layer below only if it has several iterations: then the last letter of its unit is below
@@ -101,15 +101,15 @@ class _Program:
         before = self.before(loop_index)[letter] + (unit.count(letter) * index if times > 1 else 0)
         # There is none below the first layer. As all iterations are one program, layer 0 of this letter is gathered
         # there, and not read.
-        return _Place(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
+        return _LayerOfLetter(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
 
-    def above(self, loop_index: int, index: Any) -> _Place | None:
+    def above(self, loop_index: int, index: Any) -> _LayerOfLetter | None:
         """Returns the layer after an iteration; None after the last layer."""
         unit, times = self.loops[loop_index]
         if loop_index == len(self.loops) - 1:
             return None
         letter = unit[0] if times > 1 else self.loops[loop_index + 1].unit[0]
-        return _Place(letter, self.before(loop_index)[letter] + unit.count(letter) * (index + 1))
+        return _LayerOfLetter(letter, self.before(loop_index)[letter] + unit.count(letter) * (index + 1))
 
 
 def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> tuple[Array, list[Tree]]:
@@ -127,24 +127,24 @@ def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> t
     shared = LayerConstants([], [])
     found = {letter: described(x, layers, shared) for letter, layers in given.items()}
     program = _Program(joined_loops(letters), {letter: each[0] for letter, each in found.items()})
-    own = {letter: each[2] for letter, each in found.items()}
+    parameters = {letter: each[2] for letter, each in found.items()}
     inputs = _Inputs(
         {k: each[1] for k, each in found.items()}, {k: each[3] for k, each in found.items()}, shared.others
     )
-    return cast(Any, _run(program, x, own, shared.differentiable, inputs))
+    return cast(Any, _run(program, x, parameters, shared.differentiable, inputs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(
-    program: _Program, x: Array, own: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
+    program: _Program, x: Array, parameters: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
 ) -> tuple[Array, list[Tree]]:
-    """Runs all layers; `own` are the arrays by which they are differentiated, and `constants` those that they share."""
+    """Runs all layers; `parameters` are what it is differentiated by, `constants` what the layers share."""
     x, states, _, _ = _forward(program, x, LayerConstants(constants, inputs.others), inputs.stacks, saves=False)
     return x, states
 
 
 def _run_forward(
-    program: _Program, x: Array, own: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
+    program: _Program, x: Array, parameters: Mapping[str, LetterShards], constants: list[Array], inputs: _Inputs
 ) -> tuple[Any, Any]:
     """Runs all layers; saves what their backward passes read, perhaps with the last one's gathered parameters."""
     shared = LayerConstants(constants, inputs.others)
@@ -160,15 +160,17 @@ def _forward(
     def iteration(loop_index: int, carry: Any, index: Any) -> tuple[Any, Any]:
         """Runs the layers of one repetition of a loop's letters, and gathers the layer that follows each."""
         (x, gathered), states, saved = carry, [], []
-        places = program.places(loop_index, index)
-        following = [*places[1:], program.above(loop_index, index)]
-        for (letter, place), above in zip(places, following, strict=True):
+        layers = program.layers_of_iteration(loop_index, index)
+        following = [*layers[1:], program.above(loop_index, index)]
+        for (letter, index_in_stack), above in zip(layers, following, strict=True):
             ahead = gathered
             # The gather depends on the layer's input, and may begin when that is there; the layer does not wait for it.
             if above is not None:
                 (x, gathered), next_index = _index_after((x, gathered), above)
                 ahead = program.letters[above.letter].gather(stacks[above.letter], next_index)
-            x, state, vjp = program.letters[letter].forward(x, gathered, stacks[letter], place, shared, saves=saves)
+            x, state, vjp = program.letters[letter].forward(
+                x, gathered, stacks[letter], index_in_stack, shared, saves=saves
+            )
             states += [] if state is None else [state]
             saved.append(vjp)
             gathered = ahead
@@ -187,12 +189,12 @@ def _forward(
     return carry[0], list(states), list(saved), carry[1]
 
 
-def _index_after(known: tuple[Array, list[Array]], place: _Place) -> tuple[tuple[Array, list[Array]], Array]:
+def _index_after(known: tuple[Array, list[Array]], layer: _LayerOfLetter) -> tuple[tuple[Array, list[Array]], Array]:
     """Returns `known`, which the layer before reads, and the index of a layer that is to be gathered after it."""
     # XLA: without the barrier, it would gather all layers of an iteration at its beginning, and outside loops gather a
     # layer once for both passes, and hold all layers in full. And it would gather two neighbouring layers in one
     # all-gather, if none depended on the other.
-    return lax.optimization_barrier((known, jnp.asarray(place.index)))
+    return lax.optimization_barrier((known, jnp.asarray(layer.index)))
 
 
 class _Passed(NamedTuple):
@@ -218,13 +220,17 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     def iteration(loop_index: int, carry: _Passed, scanned: Any) -> tuple[_Passed, None]:
         """Runs the backward passes of one repetition of a loop's letters, from the last to the first."""
         index, vjps, states = scanned
-        places, above, states = program.places(loop_index, index), program.above(loop_index, index), list(states)
-        lower = [program.below(loop_index, places[0], index), *places[:-1]]
-        for place, vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
+        layers, above, states = (
+            program.layers_of_iteration(loop_index, index),
+            program.above(loop_index, index),
+            list(states),
+        )
+        lower = [program.below(loop_index, layers[0], index), *layers[:-1]]
+        for layer, vjp, below in zip(reversed(layers), reversed(vjps), reversed(lower), strict=True):
             # From the end: `states` has one for each layer that returns one, from the first to the last.
-            state = states.pop() if program.letters[place.letter].has_state else None
-            carry = _layer_backward(program, carry, (vjp, state), (above, place, below), shared, stacks)
-            above = place
+            state = states.pop() if program.letters[layer.letter].has_state else None
+            carry = _layer_backward(program, carry, (vjp, state), (above, layer, below), shared, stacks)
+            above = layer
         return carry, None
 
     loops = program.loops
@@ -251,17 +257,17 @@ def _layer_backward(
     program: _Program,
     given: _Passed,
     saved: tuple[Any, Tree],
-    places: tuple[_Place | None, _Place, _Place | None],
+    neighbours: tuple[_LayerOfLetter | None, _LayerOfLetter, _LayerOfLetter | None],
     shared: LayerConstants,
     stacks: Mapping[str, Stacks],
 ) -> _Passed:
     """Runs the backward pass of a layer, overlapped with the communication of its neighbours.
 
-    `given` is from the layer above, `saved` from the forward pass, with the cotangents of the layer's state; `places`
-    are the layer above, the layer, and the layer below.
+    `given` is from the layer above, `saved` from the forward pass, with the cotangents of the layer's state;
+    `neighbours` are the layer above, the layer, and the layer below.
     """
-    (gradient, gathered, waiting, sums, of_constants), (above, (letter, place), below) = given, places
-    own, sums, of_constants = program.letters[letter], dict(sums), list(of_constants)
+    (gradient, gathered, waiting, sums, of_constants), (above, (letter, index_in_stack), below) = given, neighbours
+    description, sums, of_constants = program.letters[letter], dict(sums), list(of_constants)
     if above is not None:
         pending = Pending(above.letter, waiting, above.index)
         sums[above.letter] = program.letters[above.letter].reduce(sums[above.letter], pending)
@@ -269,21 +275,21 @@ def _layer_backward(
     if below is not None and not program.letters[below.letter].loop.saves_gathered:
         (gradient, gathered), index = _index_after((gradient, gathered), below)
     vjp, state = saved
-    found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
+    found = description.backward(vjp, (gradient, state), gathered, stacks[letter], index_in_stack, shared)
     gradient, waiting, of_resident, of_shared = found
     if below is not None and index is not None:
         # XLA: one collective runs at a time over these ranks. If the gather were ready when the layer begins, XLA would
         # wait for the reduction first, with nothing computed meanwhile; so the gather also waits for the first matrix's
         # gradient.
-        known = [*(array for each in reduced.values() for array in each.prefetched), *own.earliest(waiting)]
+        known = [*(array for each in reduced.values() for array in each.prefetched), *description.earliest(waiting)]
         index = after(known, index) if known and is_tensor_parallel() else index
         under = program.letters[below.letter].gather(stacks[below.letter], index)
     # XLA: the end of a layer, as that of an iteration. It would compute gradients of matrices after other layers, and
     # reduce those of two neighbouring layers together.
     gradient, waiting, reduced = barrier((gradient, waiting, reduced))
     sums |= reduced
-    sums[letter] = own.accumulate(sums[letter], of_resident, place)
-    for i, grad in zip(own.uses, of_shared, strict=True):
+    sums[letter] = description.accumulate(sums[letter], of_resident, index_in_stack)
+    for i, grad in zip(description.uses, of_shared, strict=True):
         of_constants[i] = of_constants[i] + grad
     return _Passed(gradient, under, waiting, sums, of_constants)
 
@@ -296,7 +302,7 @@ def _last_gathered(
     letter = program.last_letter
     if program.saves_last or program.letters[letter].loop.saves_gathered:
         return gradient, last
-    end = _Place(letter, program.before(len(program.loops))[letter] - 1)
+    end = _LayerOfLetter(letter, program.before(len(program.loops))[letter] - 1)
     (gradient, _), index = _index_after((gradient, []), end)
     return gradient, program.letters[letter].gather(stacks[letter], index)
 

@@ -117,23 +117,23 @@ def scan_with_prefetch(
     is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     accumulators = zeros_like_shards(stacks) if sums is None else partition(sums, is_trainable)
 
-    def iteration(place: int, carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
+    def iteration(variant: int, carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
         """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
         (x, slots, stack, resident_stack, shared), (index, number) = carry, scanned
         layer, resident_stack = accumulate_grads_into(index_layer(fixed, index), resident_stack, index)
-        using, own = _shared(constants[place], shared[place])
+        using, accumulating = _shared(constants[variant], shared[variant])
         (x, slots, stack), state = cast(
-            Any, _step(loops[place], x, slots, stack, _IterationInputs(layer, number, using, shards, index))
+            Any, _step(loops[variant], x, slots, stack, _IterationInputs(layer, number, using, shards, index))
         )
-        return (x, slots, stack, resident_stack, [*shared[:place], own, *shared[place + 1 :]]), state
+        return (x, slots, stack, resident_stack, [*shared[:variant], accumulating, *shared[variant + 1 :]]), state
 
     slots, stack = cast(Any, _begin(loop, stacks[0], shards))
     carry, states = scan_but_last(iteration, (x, slots, stack, stacks[1], constants), parts, numbers)
-    (x, slots, stack, resident_stack, shared), place = carry, parts[-1][0]
+    (x, slots, stack, resident_stack, shared), variant = carry, parts[-1][0]
     # The last layer, outside the loop, saves its gathered parameters: the backward pass begins without a gather.
     layer, resident_stack = accumulate_grads_into(index_layer(fixed, last), resident_stack, jnp.asarray(last))
-    using, _ = _shared(constants[place], shared[place])
-    x, state = saving(loops[place].run)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
+    using, _ = _shared(constants[variant], shared[variant])
+    x, state = saving(loops[variant].run)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
     states = jax.tree.map(lambda final, *before: jnp.concatenate([*before, final[None]]), state, *states)
     return seed_cotangents(accumulators, x, (stack, resident_stack)), states
 

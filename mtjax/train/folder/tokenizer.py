@@ -70,6 +70,8 @@ class RunTokenizer:
     """Whether the run's folder already has all of them."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
+    name: str = TRAINED
+    """What messages call it: as the user named it, or its file."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
     found = with_end(found, config.data.eod_token, name)
     check_processes(name, found.tokenizer)
     notes = RunText(config.data).check_corpora(name, found.tokenizer)
-    return replace(found, notes=(*found.notes, *notes))
+    return replace(found, notes=(*found.notes, *notes), name=name)
 
 
 def with_end(found: Found, token: str | None, name: str) -> Found:
@@ -146,7 +148,7 @@ def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights 
         files |= _descriptions_of(weights)
     tokenizer = text.tokenizer
     check_processes(text.name or TRAINED, tokenizer)
-    return RunTokenizer(tokenizer, files, notes=tuple(text.notes))
+    return RunTokenizer(tokenizer, files, notes=tuple(text.notes), name=text.name or TRAINED)
 
 
 def owned_by_run(config: Config, out: Path) -> Owned | None:

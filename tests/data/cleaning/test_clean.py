@@ -8,6 +8,7 @@ import pytest
 from mtjax.data.cleaning.minhash import PERMUTATIONS, MinHash, Shingles
 from mtjax.data.cleaning.near_duplicates import find_duplicates
 from mtjax.data.cleaning.overlap import found_in, grams_of, share
+from mtjax.data.cleaning.removal_list import FoundIds, RemovalList
 from mtjax.data.commands import clean
 from tests.data.corpora import write_jsonl
 
@@ -127,23 +128,78 @@ def test_everything_that_is_cleaned(run, tmp_path):
     assert sum(report["dropped"].values()) == 4
 
 
-def test_documents_without_the_id_that_lists_name_are_not_kept_in_silence(run, tmp_path, capsys):
-    one, two, three, four = texts(4)
-    (tmp_path / "ids.txt").write_text("2\nNone\n")
-    rows = [{"id": 1, "text": one}, {"id": 2.0, "text": two}, {"id": None, "text": three}, {"text": four}]
+def test_documents_without_an_id_are_kept_and_counted_and_a_wrong_key_is_refused(run, tmp_path, capsys):
+    ids = [1, "2", None, True, {"$oid": "2"}, float("nan"), " "]
+    rows = [{"id": name, "text": text} for name, text in zip(ids, texts(7), strict=True)]
+    rows.append({"text": texts(1, seed=1)[0]})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "ids.txt").write_text("2\nNone\nnan\nTrue\n")
     arguments = ["--input", tmp_path / "in.jsonl", "--remove-ids", tmp_path / "ids.txt"]
-    kept, dropped, report = run(*arguments, "--on-error", "skip")
-    assert [row["id"] for row in kept] == [1]
-    assert [(d["line"], d["reason"]) for d in dropped] == [
-        (3, "unusable line"),
-        (4, "unusable line"),
-        (2, "on a removal list"),
+    kept, dropped, report = run(*arguments)
+    assert [row["text"] for row in kept] == [row["text"] for row in rows if row.get("id") != "2"]
+    assert [(d["line"], d["reason"], d["id"]) for d in dropped] == [(2, "on a removal list", "2")]
+    assert (report["without_id"], report["ids_not_found"], report["ids_in_another_form"]) == (6, 3, 0)
+    capsys.readouterr()
+    assert run(*arguments, "--id-key", "name", output="x.jsonl") == 2
+    error = capsys.readouterr().err
+    assert "no document has an id (text or a number) under the key 'name', by which --remove-ids" in error
+    assert "the first one has the keys 'id', 'text': name the key of the ids with --id-key" in error
+    assert not list(tmp_path.glob("*x.jsonl*"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "ids", "gone"),
+    [
+        ("2", [2, 2.0, "2", "2.0", 2.5], [0, 1, 2]),
+        ("2.0", [2, 2.0, "2", "2.0"], [0, 1, 3]),
+        ("1e3", [1000, "1e3", "1000"], [0, 1]),
+        # The nearest float64 of both is 9007199254740992.
+        ("9007199254740993", [9007199254740993, 9007199254740992, 9007199254740992.0], [0]),
+        ("9007199254740993.0", [9007199254740993, 9007199254740992], [0]),
+        ("0.5", [0.5, ".5"], [0]),
+        (" a b ", ["a b", " a b", "ab", "a"], [0, 1]),
+        ("007", [7, "7", "007"], [2]),
+        ("1_0", [10], []),
+        ("Infinity", [1, float("inf")], []),
+        ("1e999999999", [1], []),
+        ("9" * 5000, [1], []),
+    ],
+)
+def test_ids_to_remove_match_as_text_or_as_numbers(listed, ids, gone):
+    removal, found = RemovalList.of([listed]), FoundIds()
+    facts = [removal.find({"id": name}, "id", found) for name in ids]
+    assert [place for place, fact in enumerate(facts) if fact] == gone
+    assert all(fact["id"] == ids[place] for place, fact in enumerate(facts) if fact)
+    assert found.names == ({listed.strip()} if gone else set())
+    in_other_form = [place for place in gone if str(ids[place]) != listed.strip()]
+    assert [place for place, fact in enumerate(facts) if fact and "listed_as" in fact] == in_other_form
+    assert found.other_form == len(in_other_form)
+
+
+def test_every_form_of_an_id_in_the_lists_counts_as_found(run, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 2.0, "text": texts(1)[0]}) + "\n")
+    (tmp_path / "ids.txt").write_text("2\n2e0\n3\n")
+    _, dropped, report = run("--input", tmp_path / "in.jsonl", "--remove-ids", tmp_path / "ids.txt")
+    assert (dropped[0]["id"], dropped[0]["listed_as"]) == (2.0, "2")
+    assert (report["ids_not_found"], report["ids_in_another_form"]) == (1, 1)
+    table = " ".join(capsys.readouterr().out.split())
+    assert "ids to remove that no document has" in table and "in another form" in table
+
+
+def test_numbers_that_json_does_not_have_become_null(run, tmp_path, capsys):
+    """And nothing else changes: a line is read by parsers that keep to the standard."""
+    (tmp_path / "in.jsonl").write_text(
+        '{"text": "one", "a": NaN, "b": [{"c": -Infinity}], "d": 1e999, "e": "NaN"}\n{"text": "two", "t": "\\ud800", '
+        '"a": NaN}\n{"text": "three", "a": 12345678901234567890}\n'
+    )
+    kept, _, report = run("--input", tmp_path / "in.jsonl", "--min-tokens", 0)
+    assert kept == [
+        {"text": "one", "a": None, "b": [{"c": None}], "d": None, "e": "NaN"},
+        {"text": "two", "t": "\ud800", "a": None},
+        {"text": "three", "a": 12345678901234567890},
     ]
-    assert report["ids_not_found"] == 1
-    words = [*map(str, arguments), "--output", str(tmp_path / "named.jsonl"), "--workers", "0", "--id-key", "name"]
-    assert clean.main(words) == 2
-    assert "in.jsonl, line 1: no id under the key 'name', by which --remove-ids finds" in capsys.readouterr().err
+    assert report["not_finite_as_null"] == 2
+    assert "documents with NaN or an infinite number, written as null" in " ".join(capsys.readouterr().out.split())
 
 
 def test_duplicates_in_other_files_and_chunks(run, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from mtjax.config import Config, Data
 from mtjax.data.commands import clean, merge, preprocess
+from mtjax.data.corpus import tables
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.family import samples_of
@@ -475,14 +477,49 @@ def test_dates_that_python_does_not_have_are_named_by_their_column(tokenizer, tm
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    dates = pyarrow.array([0, 10**14], pyarrow.timestamp("s"))
-    parquet.write_table(pyarrow.table({"text": ["one", "two"], "written": dates}), tmp_path / "x.parquet")
-    assert run_preprocess(tmp_path / "x.parquet", tmp_path / "out", tokenizer) == 0
-    assert run_clean(tmp_path / "x.parquet", tmp_path / "clean.jsonl") == 2
-    assert (
-        "x.parquet has a column 'written' of timestamp[ms] with values that Python does not have: write them"
-        in capsys.readouterr().err
-    )
+    for kind, count in ((pyarrow.timestamp("ms"), 10**17), (pyarrow.timestamp("us", "Foo/Bar"), 0)):
+        table = pyarrow.table({"text": ["one", "two"], "written": pyarrow.array([0, count], kind)})
+        parquet.write_table(table, tmp_path / "x.parquet")
+        assert run_preprocess(tmp_path / "x.parquet", tmp_path / "out", tokenizer, "--overwrite") == 0
+        assert run_clean(tmp_path / "x.parquet", tmp_path / "clean.jsonl") == 2
+        expected = f"x.parquet has a column 'written' of {kind} with values that Python does not have: write them"
+        assert expected in capsys.readouterr().err
+
+
+def test_times_and_decimals_are_text_in_full(tmp_path):
+    """With or without pandas, whose types have nanoseconds; Python's have none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    ns = [None, 0, 1_000, 1_000_000_001, 86_399_999_999_999]
+    columns = {
+        "id": pyarrow.array([*ns[:-1], -1], pyarrow.timestamp("ns")),
+        "zone": pyarrow.array(ns, pyarrow.timestamp("ns", "+02:00")),
+        "time": pyarrow.array(ns, pyarrow.time64("ns")),
+        "span": pyarrow.array([*ns[:-1], 10**14 + 1], pyarrow.duration("ns")),
+        "date": pyarrow.array([0, 1, 2, 3, None], pyarrow.date32()),
+        "price": pyarrow.array([*map(Decimal, ["2.00", "1E+3", "0.5", "-1"]), None], pyarrow.decimal128(6, 2)),
+        "text": [f"text {number}" for number in range(5)],
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet", version="2.6")
+    (tmp_path / "ids").write_text("1970-01-01 00:00:01.000000001\n")
+    assert run_clean(tmp_path / "x.parquet", tmp_path / "clean.jsonl", "--remove-ids", tmp_path / "ids") == 0
+    rows = [json.loads(line) for line in (tmp_path / "clean.jsonl").read_text().splitlines()]
+    assert {name: [row[name] for row in rows] for name in columns if name != "text"} == {
+        "id": [None, "1970-01-01 00:00:00", "1970-01-01 00:00:00.000001", "1969-12-31 23:59:59.999999999"],
+        "zone": [
+            None,
+            "1970-01-01 02:00:00+02:00",
+            "1970-01-01 02:00:00.000001+02:00",
+            "1970-01-02 01:59:59.999999999+02:00",
+        ],
+        "time": [None, "00:00:00", "00:00:00.000001", "23:59:59.999999999"],
+        "span": [None, "0:00:00", "0:00:00.000001", "1 day, 3:46:40.000000001"],
+        "date": ["1970-01-01", "1970-01-02", "1970-01-03", None],
+        "price": ["2.00", "1000.00", "0.50", None],
+    }
+    assert [row["text"] for row in rows] == ["text 0", "text 1", "text 2", "text 4"]
+    assert tables._line({"a": Decimal("1E+3")}) == b'{"a": "1000"}\n'  # Arrow may have such a scale
 
 
 def test_bytes_behind_the_end_of_gzip_are_read_over_with_a_note(tokenizer, expected, tmp_path, capsys):

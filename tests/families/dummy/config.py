@@ -14,6 +14,6 @@ DUMMY = Family(
     kind="decoder",
     defaults={"norm": "rmsnorm"},
     choices={"position": ("learned",)},
-    own=frozenset({"rope_theta"}),
+    settings=frozenset({"rope_theta"}),
     check=check,
 )

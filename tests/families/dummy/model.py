@@ -22,9 +22,14 @@ class Dummy(GPT):
         table_key, stack_key = jax.random.split(key)
         model, loop_settings = config.model, LayerLoopSettings.of(config.training)
         self.table = vocabulary_table(model, table_key)
-        own = dataclasses.replace(stacks_of(model)[0], kind="plain")
+        layer_stack = dataclasses.replace(stacks_of(model)[0], kind="plain")
         self.layers_of_mine = Stack(
-            model, jnp.float32, own=own, loop_settings=loop_settings, parallel=config.parallel, key=stack_key
+            model,
+            jnp.float32,
+            layer_stack=layer_stack,
+            loop_settings=loop_settings,
+            parallel=config.parallel,
+            key=stack_key,
         )
 
     @property

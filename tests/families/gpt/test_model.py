@@ -171,7 +171,9 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
         (own,), key_0 = stacks_of(model), jax.random.key(0)
-        stack = Stack(model, jnp.float32, own=own, loop_settings=LayerLoopSettings(), parallel=Parallel(), key=key_0)
+        stack = Stack(
+            model, jnp.float32, layer_stack=own, loop_settings=LayerLoopSettings(), parallel=Parallel(), key=key_0
+        )
         x, _ = stack.over_layers(LayerContext(key[None]))(jnp.zeros((1, 1, 1)))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

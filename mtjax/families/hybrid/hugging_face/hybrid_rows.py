@@ -43,8 +43,8 @@ def stacked(
         return Tensor(f"{name}.{theirs}.{part}", shape, index)
     names = order.split()
     first = sum(parts[other][1] for other in names[: names.index(part)])
-    place = Rows(first, parts[part][1], sum(parts[other][1] for other in names))
-    return Tensor(f"{name}.{theirs}", shape, index, rows=place)
+    rows = Rows(first, parts[part][1], sum(parts[other][1] for other in names))
+    return Tensor(f"{name}.{theirs}", shape, index, rows=rows)
 
 
 def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = "mamba") -> tuple[Row, ...]:

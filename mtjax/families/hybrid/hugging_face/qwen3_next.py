@@ -99,8 +99,8 @@ def _delta_rows(names: ModuleNames, model: Model) -> tuple[Row, ...]:
         return Tensor(f"{theirs}.in_proj_ba.weight", dims("heads embed"), slots=Slots(first, each, 2 * each))
 
     def channels(shape: Dims, first: int, count: int, part: tuple[str, int] | None = None) -> Tensor:
-        place = Rows(first, count, groups * (2 * key + value))  # query, key and value of all groups
-        return Tensor(f"{theirs}.conv1d.weight", (*shape, (), ("taps",)), part, rows=place)
+        rows = Rows(first, count, groups * (2 * key + value))  # query, key and value of all groups
+        return Tensor(f"{theirs}.conv1d.weight", (*shape, (), ("taps",)), part, rows=rows)
 
     width = groups * key
     return (
