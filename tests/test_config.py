@@ -295,6 +295,13 @@ def test_a_new_family_is_one_row_and_one_folder(monkeypatch: pytest.MonkeyPatch)
     assert not differences(dataclasses.replace(chosen.model, num_token_types=7), chosen.model), "BERT's own"
 
 
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_samples_without_ends_of_documents_have_no_settings_of_them(family: str, name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name} has no effect with the family {family}.*: remove {name}$"):
+        config.validate(config.replace(Config(), family=family, **{name: True}))
+
+
 def test_losses_that_a_family_has_no_network_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher's and multi-token prediction's; a task's head reads a teacher in its own way."""
     monkeypatch.setitem(FAMILIES, "dummy", dataclasses.replace(FAMILIES["gpt"], distilled="", predicting=""))

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.attention import check_attention
+from mtjax.config.data import DOCUMENT_SETTINGS
 from mtjax.config.experts import check_experts
-from mtjax.config.families import check_decoder_settings, family_of
+from mtjax.config.families import check_decoder_settings, family_of, kind_of
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
@@ -53,6 +54,7 @@ def validate(config: Config) -> None:
     check_prediction(config)
     family_of(config.model.family).check_run(config)
     check_losses(config)
+    check_document_settings(config)
     if config.model.mlp_gate_scale != 1 and config.model.activation not in GATED:
         raise UserError(
             f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
@@ -215,6 +217,21 @@ def check_losses(config: Config) -> None:
             raise UserError(
                 f"{setting} only works with the families {listed(known)}, and family is {config.model.family}: remove "
                 f"{setting.partition(' ')[0]}"
+            )
+
+
+def check_document_settings(config: Config) -> None:
+    """Checks that BERT and T5, whose samples are not divided where a document ends, have no settings of such samples.
+
+    Raises:
+      UserError: one is set.
+    """
+    data, family = config.data, config.model.family
+    for name in DOCUMENT_SETTINGS:
+        if getattr(data, name) and kind_of(config.model) in ("encoder", "encoder-decoder"):
+            raise UserError(
+                f"{name} has no effect with the family {family}, whose samples are not divided at ends of documents: "
+                f"remove {name}"
             )
 
 

@@ -5,6 +5,10 @@ from pathlib import Path
 
 from mtjax.config.field_metadata import at_least, seconds
 
+DOCUMENT_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Settings of samples that are divided where a document ends, with the end-of-document token; only decoders have such
+samples."""
+
 
 @dataclass(frozen=True)
 class Data:

@@ -460,6 +460,17 @@ def test_what_does_not_carry_over_is_told(words: str, capsys: pytest.CaptureFixt
     assert name in part(small(capsys, *words.split())[1], heading)
 
 
+def test_settings_of_documents_that_berts_samples_ignore_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--reset-attention-mask", "--eod-mask-loss", "--vocab-file", "v.txt"]
+    (tmp_path / "bert.sh").write_text(f"torchrun pretrain_bert.py {' '.join([*SMALL, *given])}")
+    tables, told = translated(capsys, str(tmp_path / "bert.sh"))
+    assert not {"reset_attention_mask", "eod_mask_loss"} & set(tables.get("data", {}))
+    assert {*given[:2]} <= set(part(told, DEFAULT))
+    assert "--vocab-file" in part(told, NONE)
+
+
 def test_a_run_that_mtjax_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["from-megatron", "--gpus", "4", "--", *SMALL, "--global-batch-size", "10"]) == 0
     assert "mtjax train will reject this config: global_batch_size 10" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config import Config
+from mtjax.config.data import DOCUMENT_SETTINGS
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.migrate.argument import option_of
@@ -215,6 +216,10 @@ def _attention(to: Translation) -> None:
 
 def translate_data(to: Translation) -> None:
     """Adds corpora and the tokenizer to a translation."""
+    if to.given.family == "bert":
+        for name in (name for name in DOCUMENT_SETTINGS if to.has(name)):
+            del to.settings[name]
+            to.unneeded[name] = "the samples of BERT are not divided at ends of documents: Megatron ignores it"
     for dest, setting in (
         ("data_path", "data"),
         ("train_data_path", "train_data"),
@@ -261,6 +266,8 @@ def _tokenizer(to: Translation) -> str | None:
         to.drop("tokenizer_type", "mtjax always has a tokenizer, by default one trained on the text")
     elif kind is not None and kind not in _KINDS and not str(kind).startswith("BertWordPiece"):
         to.drop("tokenizer_type", "add --tokenizer KIND:PATH; the kinds are gpt2, bert, hf and sentencepiece")
+    elif kind is None and vocabulary is not None:
+        to.drop("vocab_file", "--tokenizer-type is missing: add --tokenizer gpt2:FOLDER or --tokenizer bert:FILE")
     return None
 
 

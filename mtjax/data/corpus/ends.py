@@ -3,11 +3,10 @@
 import numpy as np
 
 from mtjax.config import Data
+from mtjax.config.data import DOCUMENT_SETTINGS
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 
-SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-"""Settings that only have an effect where documents end with the end-of-document token."""
 DOCUMENTS = 1000
 PIECES, PIECE = 64, 1 << 14
 """Documents whose last tokens are looked at; pieces of the whole corpus, and tokens in each."""
@@ -15,7 +14,7 @@ PIECES, PIECE = 64, 1 << 14
 
 def settings_of_ends(data: Data) -> list[str]:
     """Returns the options that look for ends of documents, of those that are set."""
-    return [f"--{name.replace('_', '-')}" for name in SETTINGS if getattr(data, name)]
+    return [f"--{name.replace('_', '-')}" for name in DOCUMENT_SETTINGS if getattr(data, name)]
 
 
 def note_without_ends(corpus: IndexedDataset, tokenizer: Tokenizer, options: list[str]) -> str | None:
