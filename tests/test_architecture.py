@@ -90,7 +90,7 @@ IN_LAYOUT = (
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")
 """Inside analysis, too; what is not named here stands above them."""
-IN_TRAIN = ("folder", "observability", "first_scales", "changes", "objective", "setup", "loop")
+IN_TRAIN = ("folder", "observability", "first_scales", "changes", "objective", "setup", "best_checkpoint", "loop")
 """And in train; what is not named here stands below them."""
 
 

@@ -18,6 +18,7 @@ from mtjax.runtime.processes.peers import Peers
 from mtjax.train.changes import with_horizon
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import PRETRAINING, continues_text, resolve
+from mtjax.train.same_run import check_same_settings
 from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import TrainStep, make_train_step
 from mtjax.waiting import waiting
@@ -41,6 +42,7 @@ def compile_run(config: Config, folder: str | None) -> None:
             "--compile-cache off has no effect here, as compiled programs would be lost: name a folder, or remove it"
         )
     with CompileCache(folder) as cache, Peers(config.parallel) as peers:
+        check_same_settings(config)
         if cache.note or cache.folder is None:
             raise UserError(f"{cache.note}: name a folder with --compile-cache")
         # The same steps as in a run, in the same order: a cache key has everything that changes the program, also the

@@ -34,6 +34,7 @@ from mtjax.layout.plan import Plan
 from mtjax.layout.stages import PADDING, LayerOrder, order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.runtime.processes.coordination import check_same
 from mtjax.runtime.processes.notes import say_notes
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
@@ -280,9 +281,10 @@ class SavedModel:
         """Reads parameters by name, each with the sharding and dtype of its target; learned positions may be truncated.
 
         Raises:
-          UserError: they are corrupted, or can't be read.
+          UserError: they are corrupted, can't be read, or differ between processes.
         """
         rows, done, arrays = padded_vocab_size(sharded_model.config.model), 0, {}
+        hashed = hashlib.sha256()
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
         with BytesProgress("reading weights", total) as progress:
             for name, leaf in targets.items():
@@ -291,13 +293,18 @@ class SavedModel:
                 array = _stacked(self.source, name, rows, order_of(name, sharded_model.layer_orders)).astype(leaf.dtype)
                 # A model may be run with a shorter sequence than it was trained with.
                 array = array[: leaf.shape[0]] if name == POSITIONS else array
+                hashed.update(array.reshape(-1)[:: max(1, array.size // SAMPLED)].tobytes())
                 arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
                 done += arrays[name].nbytes
                 progress.update(done, done)
+        # Before any is used: each process takes its shards from its own files, perhaps on another machine.
+        check_same("weights", hashed.hexdigest(), self.folder)
         say_notes(self.source.origin.not_finite.notes)
         return arrays
 
 
+SAMPLED = 4096
+"""Elements of each parameter, at least, that processes compare: other weights differ nearly everywhere."""
 POSITIONS = "positions"
 """Name of the parameter of learned position embeddings."""
 

@@ -32,13 +32,15 @@ def open_samples(opener: SplitOpener, order: SampleOrder) -> Dataset:
     return shifted(_open(opener, total, earlier), order)
 
 
-def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[TrainingText, ...]:
-    """Describes the texts that the training samples of a run are built from, without building the samples.
+def describe_texts(
+    config: Config, tokenizer: Tokenizer | None = None, split: Split = "train"
+) -> tuple[TrainingText, ...]:
+    """Describes the texts that the samples of a split are built from, without building the samples.
 
     Raises:
       UserError: the data can't be read.
     """
-    opener = SplitOpener(config, "train", tokenizer)
+    opener = SplitOpener(config, split, tokenizer)
     return tuple(opener.describe(source) for source in opener.sources)
 
 

@@ -11,7 +11,7 @@ from mtjax.convert.saved_model import for_rows
 from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, special_names
 from mtjax.errors import UserError, nearest, parse_json_object
 from mtjax.evaluate.answers import SavedAnswers
-from mtjax.evaluate.rows import scores_of
+from mtjax.evaluate.rows import digest_of_rows, scores_of
 from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import EvaluationTask, NamedTokenizer, RowSettings, TaskKind
@@ -19,6 +19,7 @@ from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import SPECIAL_IDS
+from mtjax.runtime.processes.coordination import check_same
 from mtjax.train.objective import VALID_LOSS, RunData
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
@@ -128,7 +129,7 @@ class RunEvaluations:
         Batches are those of `mtjax evaluate`, not the run's; parameters have the run's shardings.
 
         Raises:
-          UserError: a file is not in its task's format.
+          UserError: a file is not in its task's format, or differs between processes.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         # trains=True: parameters keep the shardings of training, so that they are not moved.
@@ -137,7 +138,10 @@ class RunEvaluations:
         settings = RowSettings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         tokenizer = NamedTokenizer(text.tokenizer_name, text.tokenizer)
         for name, path in self._files.items():
-            self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, tokenizer, settings)))
+            task = KINDS[name].open(path, tokenizer, settings)
+            # With other rows, a process would run another number of batches, and their collectives would hang.
+            check_same(f"rows of --evaluate {name}", digest_of_rows(task.rows), path)
+            self._opened.append(OpenedTask(KINDS[name], task))
 
     def evaluate(self, parameters: Any) -> dict[str, float]:
         """Returns the tasks' results as `TASK/RESULT`; the same in all processes."""

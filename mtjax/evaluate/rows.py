@@ -1,6 +1,7 @@
 """Rows of tokens to score, and their scores."""
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +85,15 @@ def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> 
     """
     found = (w._replace(first=max(w.first, given)) for w in windows(len(ids), length, overlap))
     return [ScoredRow(ids[w.start : w.stop], w.first - w.start) for w in found if w.counted]
+
+
+def digest_of_rows(rows: Sequence[ScoredRow]) -> str:
+    """Returns a digest of the tokens of rows, and of which are scored."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        tokens = np.asarray(row.tokens, np.int64)
+        hashed.update(np.array([len(tokens), row.first], np.int64).tobytes() + tokens.tobytes())
+    return hashed.hexdigest()
 
 
 def scores_of(answers: Mapping[int, tuple[float, bool]]) -> RowScores:

@@ -27,6 +27,7 @@ from mtjax.finetune.options import CHAT
 from mtjax.finetune.passages import PassageEncoder, have_passages, pack_rows, reading
 from mtjax.finetune.pretrained import FinetuningObjective, FinetuningTokenizer
 from mtjax.finetune.rows import SHOWN, Examples
+from mtjax.finetune.rows_read import rows_read
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import ChatTemplate
 from mtjax.runtime.checkpoints.past import Past
@@ -79,6 +80,7 @@ class ChatFinetuning(FinetuningObjective):
         notes, counts = list(rows.notes), Counter[str]()
         sets = (rows.train, rows.held_out[0][1])
         train, held_out = (self._encoded(chats, encoder, notes, counts) for chats in sets)
+        read = rows_read(config, train, held_out)
         notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         reads = have_passages([*train, *held_out])
@@ -109,7 +111,7 @@ class ChatFinetuning(FinetuningObjective):
         lengths += [zlib.crc32(chat.passages.tobytes()) for chat in packed.chats if chat.passages is not None]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
         files = self._tokenizer_files(found, encoder, template)
-        return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved, found.name)
+        return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved, found.name, read)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the mean loss per trained token over all validation conversations."""

@@ -14,6 +14,7 @@ from mtjax.finetune.labels import weights_of
 from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.pretrained import FinetuningObjective
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
+from mtjax.finetune.rows_read import rows_read
 from mtjax.finetune.samples import RowEncoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
@@ -71,7 +72,8 @@ class TaskFinetuning(FinetuningObjective):
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
-        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved, found.name)
+        read = rows_read(config, rows.train, *(examples for _, examples in rows.held_out))
+        return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_saved, found.name, read)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the task's metrics and the mean loss on all validation rows."""

@@ -26,7 +26,14 @@ from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.processes.notes import say_notes
 from mtjax.runtime.train_state import State
 from mtjax.train.changes import position_of
-from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
+from mtjax.train.folder.tokenizer import (
+    check_processes,
+    check_resumed,
+    files_beside,
+    files_of_weights,
+    owned_by_run,
+    with_end,
+)
 from mtjax.train.objective import Objective, position_in
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
@@ -123,10 +130,13 @@ class FinetuningObjective(Objective):
           out: the run's folder.
 
         Raises:
-          UserError: there is none, or `--tokenizer` differs from that of the run or the weights.
+          UserError: there is none, `--tokenizer` differs from that of the run or the weights, or processes have
+            different ones.
         """
         found = self._find_tokenizer(config, out)
-        return with_end(found, config.data.eod_token, found.name)
+        found = with_end(found, config.data.eod_token, found.name)
+        check_processes(found.name, found.tokenizer)
+        return found
 
     def _find_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
         run_tokenizer = owned_by_run(config, out) if config.output.resume else None

@@ -23,9 +23,9 @@ def working_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | Non
 
     A GPU that fell off the bus keeps its file in /dev, and nvidia-smi omits it or names it in an error.
     """
-    allowed = visible_gpus(environment)
-    if allowed == [] or environment.get("JAX_PLATFORMS") == "cpu" or not has_gpu():
+    if not has_gpu(environment):
         return None
+    allowed = visible_gpus(environment)
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return allowed

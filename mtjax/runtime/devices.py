@@ -1,6 +1,7 @@
 """The devices of a process: the machine's GPUs, or virtual CPU devices."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -39,8 +40,7 @@ def attach_devices(mesh_shape: MeshShape, num_processes: int = 1) -> Mesh:
             "choose another mesh or another number of processes"
         )
     # Without asking jax, which would create the devices.
-    on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
-    if mesh_shape.size > 1 and on_cpus:  # XLA: it reads NPROC when it creates its devices
+    if mesh_shape.size > 1 and not has_gpu():  # XLA: it reads NPROC when it creates its devices
         threads = THREADS_PER_DEVICE * mesh_shape.size // num_processes
         os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
     # On a machine with GPUs, too: there the number of CPU devices has no effect.
@@ -80,9 +80,9 @@ def use_gpu_memory() -> None:
         os.environ[FRACTIONS[0]] = str(USABLE_MEMORY)
 
 
-def has_gpu() -> bool:
-    """Returns whether the machine has an NVIDIA device file, without starting a driver; not if `CUDA_VISIBLE_DEVICES`
-    hides all GPUs, without which jax takes the CPUs."""
-    if visible_gpus(os.environ) == []:
+def has_gpu(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether jax takes GPUs: whether the machine has an NVIDIA device file, and the environment neither hides
+    all GPUs (`CUDA_VISIBLE_DEVICES`) nor restricts jax to the CPUs (`JAX_PLATFORMS`). It starts no driver."""
+    if environment.get("JAX_PLATFORMS") == "cpu" or visible_gpus(environment) == []:
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -22,11 +22,12 @@ from mtjax.runtime.processes.peers import Peers
 from mtjax.runtime.processes.signals import StopRequest
 from mtjax.runtime.train_state import State
 from mtjax.storage import shown
+from mtjax.train.best_checkpoint import BestCheckpoint, open_best_checkpoint
 from mtjax.train.changes import parse_allowed
 from mtjax.train.device_checks import check_devices
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.first_scales import FirstScales
-from mtjax.train.folder.run_folder import claim_folder, writing
+from mtjax.train.folder.run_folder import RUNS, claim_folder, writing
 from mtjax.train.objective import PRETRAINING, Evaluations, Objective, RunData
 from mtjax.train.observability import start_timer
 from mtjax.train.observability.best import Goal
@@ -40,13 +41,12 @@ from mtjax.train.observability.start_timer import StartTimer
 from mtjax.train.observability.step_clock import StepClock
 from mtjax.train.observability.trackers import Tracking, check_tracker
 from mtjax.train.options import Options
+from mtjax.train.same_run import check_same_settings
 from mtjax.train.setup import (
-    BestCheckpoint,
     ChooseMesh,
     RunEnvironment,
     find_past,
     nothing_to_do,
-    open_best_checkpoint,
     open_checkpoints,
     portable_config,
     prepare,
@@ -136,6 +136,7 @@ def train(
     with times.watch_compiler(), CompileCache(options.compile_cache) as cache:
         times.begin(start_timer.PROCESSES)
         with Peers(config.parallel) as peers:
+            check_same_settings(config, RUNS / f"{name}-N")  # first: what follows waits for other processes
             this_start = StartOptions(options, times, cache, show, evaluations)
             return train_with(peers, with_mesh(config, choose_mesh), name, this_start, objective)
 
@@ -362,22 +363,22 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
 
 
 def keep_best(run: Run, entry: dict[str, Any], state: State, consumed: int, clock: StepClock) -> bool:
-    """Saves the state if its validation is the best so far; returns whether the run ends early."""
+    """Saves the state if its validation is the best of those saved; returns whether the run ends early."""
     if run.best is None:
         return False
-    if run.best.validation.update(entry):
+    run.best.validation.update(entry)
+    # Better than the checkpoint in best/, which is not that of the best validation if its save failed.
+    if run.best.held.is_better(entry):
         clock.pause(start_timer.SAVE)
-        run.best.saves.save(state, run.config, consumed, wait=True)
+        if run.best.saves.save(state, run.config, consumed, wait=True):
+            run.best.held.update(entry)
         clock.restart(entry["step"])
     return run.best.validation.is_over
 
 
 def print_summary(run: Run, state: State) -> None:
     """Prints where the results are, a sample of the model, where the time went, and the next commands."""
-    out, best = shown(run.environment.out), ""
-    if run.best is not None and run.best.validation.step:
-        found = run.best.validation
-        best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
+    out, best = shown(run.environment.out), "" if run.best is None else run.best.describe()
     sample = run.objective.sample(run.program, state, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""

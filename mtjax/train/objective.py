@@ -12,7 +12,7 @@ from mtjax import data
 from mtjax.config import Config
 from mtjax.config.families import is_decoder
 from mtjax.config.horizon import Horizon, horizon_of
-from mtjax.data import DataPosition, Dataset, Tokenizer
+from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText
 from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import GlobalBatch, ShardedModel
@@ -47,6 +47,8 @@ class RunData:
     """Whether the run's folder already has the tokenizer and these files, which never change."""
     tokenizer_name: str = "the run's tokenizer"
     """What messages call the tokenizer: as the user named it, or its file."""
+    read: Mapping[str, tuple[TrainingText, ...]] = field(default_factory=dict)
+    """The texts or rows that were read, by what they are: they must be the same in all processes."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer and its files, unless the folder already has them."""
@@ -302,8 +304,11 @@ class Pretraining:
         train = data.open_in_order(config, position.order, tokenizer)
         position = replace(position, neighbours=neighbours_of(past, config, allowed))
         count = config.output.valid_batches * config.training.global_batch_size
-        held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved, found.name)
+        held_out, read = None, {"training text": texts}
+        if config.output.valid_every:
+            held_out = data.open_dataset(config, "valid", count, tokenizer)
+            read["validation text"] = data.describe_texts(config, tokenizer, "valid")
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved, found.name, read)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.

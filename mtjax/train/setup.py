@@ -1,9 +1,6 @@
 """Prepares a run before its first step: devices, folder, data, and initial state."""
 
-import contextlib
-import json
 import math
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +25,9 @@ from mtjax.models.named_parameters import replicated_names
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
-from mtjax.runtime.checkpoints.remote import RemoteCheckpoints, remove_later
-from mtjax.runtime.checkpoints.saves import Saves
-from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
+from mtjax.runtime.checkpoints.remote import RemoteCheckpoints
+from mtjax.runtime.checkpoints.weights import CHECKPOINTS
 from mtjax.runtime.devices import attach_devices, use_cpu_devices
-from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.storage import shown, url_of
 from mtjax.train.changes import check_states, find_changes, rate_of, table, with_horizon
@@ -40,8 +35,7 @@ from mtjax.train.float8_resume import check_float8_layers
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
-from mtjax.train.observability.best import Best, Goal
-from mtjax.train.observability.metrics import CONVENTION, read_metrics
+from mtjax.train.observability.metrics import CONVENTION
 from mtjax.train.observability.progress import ProgressLine
 from mtjax.train.observability.start_timer import MODEL, TEXT, StartTimer
 from mtjax.train.same_run import check_same_settings, check_same_text
@@ -102,14 +96,6 @@ class Prepared:
             say(table(self.past, rows))
 
 
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """The best validation, and the checkpoint of its step."""
-
-    validation: Best
-    saves: Saves
-
-
 def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     """Returns the config with `mesh = auto` replaced by a mesh of all devices. On CPUs, each process then has one
     device.
@@ -142,11 +128,8 @@ def prepare_environment(config: Config, name: str, peers: Peers, objective: Obje
     """Attaches the devices and chooses the folder of a run called `name`.
 
     Raises:
-      UserError: batch and mesh don't fit, devices or weights are missing, the folder can't be used, or processes have
-        other settings.
+      UserError: batch and mesh don't fit, devices or weights are missing, or the folder can't be used.
     """
-    # First: what follows has barriers that depend on the settings.
-    check_same_settings(config)
     mesh_shape, mesh, batch_schedule = find_devices(config, peers)
     out = choose_folder(config.output, name)
     url = url_of(out)
@@ -192,7 +175,9 @@ def prepare(
             f"{e} (the run was started in {past.record.started_in}, and this is {Path.cwd()}: relative paths in its "
             "config.toml refer to that folder)"
         ) from e
-    check_same_text(run_data.position)
+    check_same_text(run_data.position, run_data.read)
+    # Settings that each process has resolved by itself: the mesh of its devices, the steps and lengths of its data.
+    check_same_settings(resolved, what="the resolved settings")
     times.begin(MODEL)
     if past is not None:
         check_states(past, resolved)
@@ -278,47 +263,13 @@ def resume_command(objective: Objective, folder: Path) -> str:
 
 def open_checkpoints(environment: RunEnvironment, output: Output) -> Checkpoints:
     """Opens the checkpoints of a run, in its folder or in an object store."""
-    return _checkpoints(environment, CHECKPOINTS, output.keep_last, output.keep_every)
+    return checkpoints_in(environment, CHECKPOINTS, output.keep_last, output.keep_every)
 
 
-def open_best(environment: RunEnvironment, step: int) -> Checkpoints:
-    """Opens the best checkpoint of a run that is resumed at `step`; removes one of a later step, which will be trained
-    again."""
-    # `keep_last=1` keeps the one of the latest step, not the last one that was saved.
-    if environment.is_first_process and environment.remote is not None:
-        remove_later(environment.out / BEST, step)
-    elif environment.is_first_process:
-        later = [p for p in (environment.folder / BEST).glob("*") if p.name.isdigit() and int(p.name) > step]
-        for path in later:
-            shutil.rmtree(path, ignore_errors=True)
-    # A barrier: no process may open the folder while the first one removes from it.
-    all_gather_text("the best checkpoint", "")
-    return _checkpoints(environment, BEST, keep_last=1)
-
-
-def open_best_checkpoint(
-    goal: Goal | None,
-    config: Config,
-    environment: RunEnvironment,
-    step: int,
-    stack: contextlib.ExitStack,
-    say: Callable[[str], object],
-) -> BestCheckpoint | None:
-    """Reads the best validation up to a step from the metrics, which only the first process has; returns None without a
-    goal."""
-    if goal is None:
-        return None
-    entries = read_metrics(environment.folder / "metrics.jsonl") if environment.is_first_process else []
-    history = [{name: e[name] for name in ("step", goal.metric) if name in e} for e in entries]
-    # The first process's history in all of them: each decides from it when the run ends.
-    best = Best(goal, json.loads(all_gather_text("the best validation", json.dumps(history))[0]))
-    checkpoints = open_best(environment, step)
-    stack.callback(checkpoints.close)
-    saves = Saves(checkpoints, config.output.max_failed_saves, lambda: environment.peers.advice, say)
-    return BestCheckpoint(best, saves)
-
-
-def _checkpoints(environment: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None) -> Checkpoints:
+def checkpoints_in(
+    environment: RunEnvironment, name: str, keep_last: int, keep_every: int | None = None
+) -> Checkpoints:
+    """Opens the checkpoints in a subfolder of a run's folder, or of its place in an object store."""
     retention = {"keep_last": keep_last, "keep_every": keep_every}
     if environment.remote is None:
         return Checkpoints(environment.folder / name, **retention)

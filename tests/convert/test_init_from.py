@@ -9,9 +9,12 @@ import pytest
 
 from mtjax.commands.convert import main
 from mtjax.config import replace
+from mtjax.convert.saved_model import Hints, SavedModel
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprint_of_slice, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.runtime.processes import coordination
+from mtjax.sharding.param_specs import dotted
 from mtjax.train.loop import train
 from mtjax.train.objective import SavedWeights
 from mtjax.train.setup import restore_or_initialize
@@ -109,6 +112,38 @@ def test_a_run_s_own_checkpoint_goes_before_the_weights_it_once_started_from(a_r
         jax.tree.map(np.testing.assert_array_equal, found[name].state.parameters, a_run[1])
     assert (found["first"].step, found["later"].step) == (0, 2)
     assert (found["first"].consumed_samples, found["later"].consumed_samples) == (0, 16)
+
+
+def test_processes_with_other_weights_do_not_begin_together(converted, a_run, monkeypatch):
+    """Each reads its shards from its own folder: half of a model would be another's."""
+    said = []
+
+    def gather(name, text):
+        said.append(text)
+        return [json.dumps(["0" * 64, "/scratch/weights"]), text]
+
+    monkeypatch.setattr(coordination, "all_gather_text", gather)
+    program, folder = program_of("2x4"), a_run[0] / "checkpoints" / "2"
+    refused = rf"process 1 has read other weights than process 0: {folder} \(digest \w{{8}}\), and /scratch/weights \("
+    with pytest.raises(UserError, match=refused):
+        restore_weights(find_weights(folder), program.abstract_state.parameters)
+    # Of other formats what is read counts: files may have other times, or lie beside others.
+    hf = converted.parent / "hf"
+    tensors = {name: 2 * array for name, array in random_tensors(gpt2_shapes()).items()}
+    other = write_folder(converted.parent / "other", tensors, GPT2_CONFIG, tokenizer=True)
+    moved = shutil.copytree(hf, converted.parent / "moved", copy_function=shutil.copy)
+    program, name = program_of("2x4", **SAME), "final_norm.scale"
+    for source in (hf, moved, other):
+        with pytest.raises(UserError, match=rf"process 1 has read other weights than process 0: {source} \(digest"):
+            SavedModel.open(f"hf:{source}", Hints(256)).read({name: dict(targets(program))[name]}, program)
+    own, same, another = (json.loads(text)[0] for text in said[-3:])
+    assert own == same != another
+
+
+def targets(program):
+    """The parameters of a program by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(program.restore_target)
+    return [(dotted(path), leaf) for path, leaf in leaves]
 
 
 def test_all_differences_are_listed(converted, a_run):

@@ -150,13 +150,13 @@ class Launcher:
         stdout: "int | IO[str]" = PIPE,
         bare: bool = False,
         at: Mapping[int, tuple[int, str]] | None = None,
+        spelled: Mapping[int, str] | None = None,
     ) -> "list[subprocess.Popen[str]]":
-        """The processes of one run, of which some do something at a step (see `command`)."""
-        at = at or {}
-        together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
-        command = ["--out", out, *together, *options]
+        """The processes of one run, of which some do something at a step (see `command`), or spell `out` otherwise."""
+        at, outs = at or {}, dict.fromkeys(range(processes), out) | dict(spelled or {})
+        command = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes), *options]
         return [
-            self.start(*command, "--process-id", str(i), stdout=stdout, bare=bare, at=at.get(i))
+            self.start("--out", outs[i], *command, "--process-id", str(i), stdout=stdout, bare=bare, at=at.get(i))
             for i in range(processes)
         ]
 

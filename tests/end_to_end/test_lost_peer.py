@@ -13,6 +13,7 @@ import pytest
 
 from mtjax.errors import LOST
 from tests.end_to_end.runs import Launcher, ended, finish, free_port, wait_for_checkpoint, wait_until
+from tests.train.test_run_tokenizer import trained
 
 pytestmark = pytest.mark.long
 
@@ -70,15 +71,35 @@ def test_one_process_with_wrong_input_ends_all(launcher: Launcher) -> None:
     assert re.fullmatch(said, the_error(finished[0].stderr))
 
 
-def test_processes_with_other_settings_end_before_a_step(launcher: Launcher) -> None:
-    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", "other-settings"]
+SETTINGS = "process 1 has --steps 4, and process 0 has --steps 3: start all processes with the same options"
+CORPUS = (
+    r"process 1 has other training text than process 0: changed\.txt \(\d+ documents, digest \w{8}\), and text\.txt "
+    r"\(\d+ documents, digest \w{8}\): give all machines the same files"
+)
+
+
+@pytest.mark.parametrize(("steps", "data", "said"), [("4", "text.txt", SETTINGS), ("3", "changed.txt", CORPUS)])
+def test_processes_with_other_settings_or_text_end_before_a_step(
+    steps: str, data: str, said: str, launcher: Launcher
+) -> None:
+    """The other text has another last word, and the tokenizer of the first."""
+    out, tokenizer = launcher.folder / f"other-{steps}", words_of(launcher.folder)
+    (launcher.folder / "changed.txt").write_text((launcher.folder / "text.txt").read_text()[:-1] + "k")
+    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", out.name]
+    together += ["--tokenizer", str(tokenizer)]
     first = launcher.start(*together, "--process-id", "0", "--steps", "3")
-    second = launcher.start(*together, "--process-id", "1", "--steps", "4")
+    second = launcher.start(*together, "--process-id", "1", "--steps", steps, data=data)
     with ended([first, second]) as started:
-        finished = [finish(process, launcher.folder / "other-settings") for process in started]
+        finished = [finish(process, out) for process in started]
     assert [end.code for end in finished] == [2, 2]
     for end in finished:
-        assert "error: process 1 has steps 4, and process 0 has 3: start all processes with" in the_error(end.stderr)
+        assert re.search(f"error: .*{said}", the_error(end.stderr)), end.stderr
+    assert not (out / "checkpoints").exists()
+
+
+def words_of(folder: Path) -> Path:
+    """A tokenizer for the folder's text."""
+    return trained(folder / "words" / "tokenizer.json", 1)
 
 
 def test_a_step_that_takes_too_long_leaves_stacks_and_a_name(launcher: Launcher) -> None:

@@ -21,7 +21,9 @@ def test_one_process_and_two_take_turns(launcher: Launcher, uninterrupted: Finis
     """One process, two until SIGTERM, one on another mesh, then two again: the losses of one all the way."""
     launcher.train_here("together", "--steps", "4", *MASKS)
     at = (5, SIGNAL.format(number=int(signal.SIGTERM)))  # one of them is enough
-    with ended(launcher.start_together("together", "--resume", *STEPS, at={1: at})) as started:
+    # One spelling of the folder in each process: they read the checkpoint and save the next one together.
+    spelled = {1: str(launcher.folder / "together")}
+    with ended(launcher.start_together("together", "--resume", *STEPS, at={1: at}, spelled=spelled)) as started:
         stopped, reached = stop(started, launcher.folder / "together", after_step=8)
     assert "resumed from step 4" in stopped[0].stdout
     assert stopped[0].checkpoints == {4, reached}

@@ -11,6 +11,8 @@ from mtjax.commands.evaluate import main as evaluate
 from mtjax.commands.train import main as train
 from mtjax.config import Config, replace
 from mtjax.data.corpus.meta import Meta, write_meta
+from mtjax.data.tokens.tokenizer import FastTokenizer
+from mtjax.evaluate import during_training
 from mtjax.evaluate.during_training import evaluations_of, first_tokens_in
 from mtjax.runtime.checkpoints.weights import Weights
 from mtjax.train.folder.tokenizer import find_tokenizer
@@ -20,6 +22,7 @@ from mtjax.train.observability.metrics import main_results, read_metrics
 from tests.convert.hf_folders import llama_tokenizer
 from tests.data.corpora import texts, write_jsonl
 from tests.end_to_end.runs import TINY
+from tests.tiny import program_of
 from tests.train.test_run_tokenizer import NO_POSITION
 
 TEXT = "the cat and the dog went on to the end of the road @-@ and there they rested . \n" * 40
@@ -113,6 +116,23 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
     weights = Weights(converted / "weights", {"config": {}, "origin": {"hugging_face": {"bos_token_id": 1}}})
     found = find_tokenizer(replace(config, tokenizer=None), None, weights)
     assert first_tokens_in(RunData(found.tokenizer, [], None, NO_POSITION, found.files)) == [1]
+
+
+def test_processes_compare_the_rows_of_tasks(folder, monkeypatch) -> None:
+    """With other rows, a process would run another number of batches than the others wait for."""
+    seen = dict[str, str]()
+    monkeypatch.setattr(during_training, "check_same", lambda what, digest, path: seen.update({what: digest}))
+    shutil.copy(folder / "short.txt", folder / "copy.txt")
+    (folder / "other.txt").write_text(TEXT[:490])
+    tokenizer = FastTokenizer(llama_tokenizer("", "</s>"), "a test")
+    text = RunData(tokenizer, [], None, NO_POSITION)
+    digests = list[str]()
+    for name in ("short", "copy", "other"):
+        evaluations = evaluations_of(replace(Config(), evaluate=(f"wikitext103={name}.txt",)))
+        assert evaluations is not None
+        evaluations.open(program_of("1x1", vocab_size=tokenizer.vocab_size), text)
+        digests.append(seen.pop("rows of --evaluate wikitext103"))
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize(

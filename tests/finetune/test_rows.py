@@ -1,5 +1,6 @@
 """Files of tasks: GLUE's own tables and JSON lines, bad rows, and files of other tasks."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.errors import UserError
+from mtjax.finetune.chat_encoding import EncodedSample
 from mtjax.finetune.files import read_task
 from mtjax.finetune.labels import classes_of, label_numbers, weights_of
 from mtjax.finetune.rows import Example, FieldNames, read_examples
+from mtjax.finetune.rows_read import rows_read
 from mtjax.finetune.tasks.registry import TASKS
+from mtjax.finetune.tasks.squad import Question
 
 MNLI = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse"
 MNLI = "\t".join([*MNLI.split(), "sentence1", "sentence2", "{labels}gold_label"])
@@ -139,6 +143,27 @@ def test_weights_of_classes():
     for text, message in (("yess=3", "did you mean 'yes'"), ("yes=-1", "0 or more"), ("yes=0,no=0", "weight 0")):
         with pytest.raises(UserError, match=message):
             weights(text)
+
+
+def test_rows_that_processes_have_read_are_compared_by_all_of_their_content():
+    """Also a passage that a question does not show, and the middle of a long conversation."""
+    config = replace(Config(), train_data="a/train.json", valid_data="dev.json")
+    question = Question("7", "Who?", "The passage.", ())
+    tokens = np.arange(5000, dtype=np.int32)
+    chat = EncodedSample(tokens, tokens > 100)
+    rows = [Example(("a",), "x"), question, chat]
+    (own,), (dev,) = rows_read(config, rows, rows[:1]).values()
+    assert (own.name, own.documents, dev.name, dev.documents) == ("a/train.json", 3, "dev.json", 1)
+    (copy,), _ = rows_read(replace(config, train_data="/mnt/train.json"), list(rows), rows[:1]).values()
+    assert copy.is_same(own)
+    others = [
+        [Example(("a",), "y"), question, chat],
+        [rows[0], dataclasses.replace(question, context="The passage!"), chat],
+        [rows[0], question, EncodedSample(np.where(tokens == 2500, 7, tokens), chat.trained)],
+        [question, rows[0], chat],
+    ]
+    for other in others:
+        assert not rows_read(config, other, [])["training rows"][0].is_same(own)
 
 
 def test_labels_need_not_be_there(tmp_path):

@@ -11,13 +11,18 @@ import pytest
 from mtjax.commands.ensemble import main as ensemble
 from mtjax.commands.finetune import main
 from mtjax.commands.predict import main as predict
+from mtjax.convert.saved_model import Hints
 from mtjax.errors import UserError
+from mtjax.finetune.objective import TaskFinetuning
+from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.scorer import open_scorer
+from mtjax.finetune.tasks.registry import TASKS
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.train.folder import tokenizer as run_tokenizer
 from mtjax.train.layer_decay import layer_factors
 from mtjax.train.observability.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
-from tests.tiny import program_of
+from tests.tiny import program_of, tiny_config
 
 pytestmark = pytest.mark.usefixtures("bare_end")
 CHUNKS = {"chunks": 2, "microbatch_size": 4, "pipeline_schedule": "interleaved"}
@@ -81,6 +86,26 @@ def test_a_resumed_run_is_the_same_to_the_bit(whole, tmp_path):
     assert ends[0] == ends[1]
     assert measured(again) == measured(whole)
     assert find_weights(again).folder.name == find_weights(whole).folder.name
+
+
+def test_processes_compare_their_rows_and_tokenizers(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder / "rows", tmp_path / "rows")
+    trunk = PretrainedTrunk(f"hf:{folder / 'hf'}", Hints())
+    settings = {"family": "gpt", "task": "classify", "head": "classification", "vocab_size": None, "epochs": 1.0}
+    config = tiny_config(**settings, data=str(tmp_path / "rows"), mesh="1x1")
+
+    def read():
+        return dict(TaskFinetuning(TASKS["classify"], trunk).load_data(config, tmp_path)[1].read)
+
+    before, rows = read(), tmp_path / "rows" / "dev.jsonl"
+    rows.write_text(rows.read_text().replace("they rested", "the rested"))
+    after = read()
+    assert [text.documents for texts in before.values() for text in texts] == [44, 12]
+    assert after["training rows"] == before["training rows"] and after["validation rows"] != before["validation rows"]
+    monkeypatch.setattr(run_tokenizer, "num_processes", lambda: 2)
+    monkeypatch.setattr(run_tokenizer, "all_gather_text", lambda name, word: ["another", word])
+    with pytest.raises(UserError, match="process 1 has another tokenizer than process 0"):
+        read()
 
 
 def copy_after(whole, out, step):

@@ -1,10 +1,12 @@
 """What is checked before anything starts, and what a restart changes."""
 
+from pathlib import Path
+
 import pytest
 
 from mtjax.commands.launch import main
 from mtjax.errors import LOST, UserError
-from mtjax.launch import devices, run
+from mtjax.launch import run
 from mtjax.launch.devices import mesh_within, working_gpus
 from mtjax.launch.run import launch, reason
 from mtjax.runtime.processes.local import Ended
@@ -137,7 +139,7 @@ def test_no_mesh_for_too_few_devices():
 
 
 def test_a_gpu_that_does_not_answer_is_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\necho 0\necho Unable to determine the device handle for GPU1: Unknown Error\necho 2\n"
@@ -151,5 +153,5 @@ def test_a_gpu_that_does_not_answer_is_left_out(monkeypatch, tmp_path):
     for hidden in ("", "-1", "NoDevFiles"):
         assert working_gpus({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": hidden}) is None
     assert working_gpus({"PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}) is None
-    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([]))
     assert working_gpus({"PATH": str(tmp_path)}) is None

@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,13 @@ def test_no_process_has_more_cpu_devices_than_xla_runs(mesh, count):
     assert processes_needed(tiny_config(mesh=mesh), {}) == count
     data, model = map(int, mesh.split("x"))
     assert data * model // count <= MAX_CPU_DEVICES
+
+
+@pytest.mark.parametrize("hidden", [{"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": "-1"}])
+def test_cpus_of_a_machine_whose_gpus_are_not_used_need_as_many_processes(hidden, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    assert processes_needed(tiny_config(mesh="64x8"), hidden) == 2
+    assert processes_needed(tiny_config(mesh="64x8"), {}) == 1
 
 
 @pytest.mark.parametrize("mesh", ["257x1", "1024x1024"])

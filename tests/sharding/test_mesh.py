@@ -40,7 +40,8 @@ def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
 
 @pytest.mark.parametrize(("platforms", "threads"), [("cpu", "32"), ("", None)])
 def test_on_a_machine_with_gpus_only_cpus_that_were_asked_for_get_threads(platforms, threads, monkeypatch):
-    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.delenv("NPROC", raising=False)
     attach_devices(parse_mesh("2x4"))

@@ -49,7 +49,8 @@ def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
         result = read()
     except Exception as e:
         failure = failure_of(e, folder)
-    failures = [json.loads(word) for word in all_gather_text(f"reading {name}", json.dumps(failure))]
+    words = all_gather_text("reading", json.dumps(failure), shown=f"reading {name}")
+    failures = [json.loads(word) for word in words]
     reasons = {failed["kind"]: failed["reason"] for failed in failures if failed}
     # In this order: what was refused or unreadable anywhere may be a good checkpoint, so no process may quarantine it.
     if REFUSED in reasons:

@@ -4,6 +4,7 @@ An object store has no atomic rename, so a checkpoint is complete once its metad
 last, after all processes have reported that their shards are written. `state/` holds zarr arrays.
 """
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from mtjax.storage import attempt, is_file, names_in, remove, rename, shown, wri
 
 METADATA = "page/metadata"
 DONE = "written"
+_save_numbers = itertools.count()
+"""Numbers the saves of this process; every process starts them in the same order."""
 
 
 class RemoteCheckpoints(Checkpoints):
@@ -66,6 +69,8 @@ class RemoteCheckpoints(Checkpoints):
           UserError: the previous save failed.
         """
         self._finish()
+        # Before anything that may fail: every process must count this save.
+        number = next(_save_numbers)
         step, self._previous = int(state.step), self._latest
         pieces = copy_pieces(state_arrays(state), first_copies=True)
         prints = fingerprints_later(state, layer_orders(config.model, config.parallel))
@@ -73,7 +78,7 @@ class RemoteCheckpoints(Checkpoints):
 
         def write() -> None:
             try:
-                self._write(step, pieces)
+                self._write(step, number, pieces)
                 if jax.process_index() == 0:
                     complete = with_checksum(metadata | {"fingerprints": prints()})
                     self._before_metadata()
@@ -87,9 +92,10 @@ class RemoteCheckpoints(Checkpoints):
         self._writer = threading.Thread(target=write, name="remote checkpoint")
         self._writer.start()
 
-    def _write(self, step: int, pieces: Any) -> None:
+    def _write(self, step: int, number: int, pieces: Any) -> None:
         """Writes this process's shards; the first process then waits for the others."""
-        state_folder, key = self.folder / str(step) / "state", f"mtjax/remote/{step}"
+        # By number: a step may be saved twice, as the newest checkpoint and as the best, and a key is set once.
+        state_folder, key = self.folder / str(step) / "state", f"mtjax/remote/{number}"
         status = DONE
         try:
             attempt(f"writing {shown(state_folder)}", lambda: write_arrays(pieces, state_folder))

@@ -43,8 +43,8 @@ class Saves:
 
     def save(
         self, state: State, config: Config, consumed_samples: int, *, wait: bool = False, must_succeed: bool = False
-    ) -> None:
-        """Starts a save, after waiting for the previous one.
+    ) -> bool:
+        """Starts a save, after waiting for the previous one; returns whether it has not failed so far.
 
         Args:
           state: what is saved.
@@ -63,7 +63,7 @@ class Saves:
             "the room for a checkpoint", self._why_moved() or obstacle(self._checkpoints.folder, state)
         ):
             self._count(step, why, must_succeed=must_succeed)
-            return
+            return False
         try:
             self._checkpoints.save(state, config, consumed_samples)
         except UserError:
@@ -72,20 +72,19 @@ class Saves:
             self._checkpoints.reopen()
             # Other processes may have started the save and wait for this one: the run can't continue.
             self._count(step, self._reason(e), must_succeed=must_succeed or num_processes() > 1)
-            return
+            return False
         self._pending_step = step
-        if wait or must_succeed:
-            self.finish(must_succeed=must_succeed)
+        return self.finish(must_succeed=must_succeed) if wait or must_succeed else True
 
-    def finish(self, *, must_succeed: bool = False) -> None:
-        """Waits for the save in flight.
+    def finish(self, *, must_succeed: bool = False) -> bool:
+        """Waits for the save in flight; returns whether it succeeded, True if there is none.
 
         Raises:
           UserError: like `save`.
         """
         step, self._pending_step = self._pending_step, 0
         if not step:
-            return
+            return True
         why = None
         try:
             self._checkpoints.wait()
@@ -98,8 +97,9 @@ class Saves:
         if why := _first_reason("the end of a save", why):
             self._checkpoints.reopen()
             self._count(step, why, must_succeed=must_succeed)
-        else:
-            self._failed = 0
+            return False
+        self._failed = 0
+        return True
 
     def _why_moved(self) -> str | None:
         """Returns an error message if the folder's path now refers to another folder.

@@ -6,6 +6,8 @@ key-value store, or in a folder of its own), and `page/metadata`, with the model
 array.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +26,7 @@ from mtjax.layout.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.runtime.checkpoints.arrays import open_array, place_array
 from mtjax.runtime.checkpoints.checkpoint import fingerprints_of, saved_orders
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
+from mtjax.runtime.processes.coordination import check_same
 from mtjax.sharding.param_specs import dotted
 
 Tree = Any
@@ -158,8 +161,11 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
       orders: order in which layers are to be stacked.
 
     Raises:
-      UserError: they are corrupted, or can't be read.
+      UserError: they are corrupted, can't be read, or differ between processes.
     """
+    # Each process reads its shards from its own folder, perhaps on another machine.
+    prints = json.dumps(weights.metadata["fingerprints"], sort_keys=True)
+    check_same("weights", hashlib.sha256(prints.encode()).hexdigest(), weights.folder)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     source = f"the weights in {weights.folder}"
 

@@ -35,7 +35,7 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
         return 1
     mesh_shape = parse_mesh(config.parallel.mesh)
     size = mesh_shape.size
-    if size <= MAX_CPU_DEVICES or several_expected(config.parallel, environment) or has_gpu():
+    if size <= MAX_CPU_DEVICES or several_expected(config.parallel, environment) or has_gpu(environment):
         return 1
     # As few as possible: collectives between processes are slow (docs/notes/architecture.md).
     for count in range(2, MAX_PROCESSES + 1):

@@ -110,7 +110,7 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
     else:
         return _named_or_trained(config, run_folder, weights)
     found = with_end(found, config.data.eod_token, name)
-    _check_processes(name, found.tokenizer)
+    check_processes(name, found.tokenizer)
     notes = RunText(config.data).check_corpora(name, found.tokenizer)
     return replace(found, notes=(*found.notes, *notes), name=name)
 
@@ -149,7 +149,7 @@ def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights 
     if weights is not None:
         files |= _descriptions_of(weights)
     tokenizer = text.tokenizer
-    _check_processes(text.name or TRAINED, tokenizer)
+    check_processes(text.name or TRAINED, tokenizer)
     unused = _unused_note(config, tokenizer) if text.name is None else None
     notes = (*text.notes, *([unused] if unused else []))
     return RunTokenizer(tokenizer, files, notes=notes, name=text.name or TRAINED)
@@ -317,8 +317,12 @@ def _refuse_to_train_one(run_folder: Path | None, weights: Weights | None) -> No
         )
 
 
-def _check_processes(name: str, tokenizer: Tokenizer) -> None:
-    """Checks that all processes have the same tokenizer: each reads its own files, perhaps on another machine."""
+def check_processes(name: str, tokenizer: Tokenizer) -> None:
+    """Checks that all processes have the same tokenizer: each reads its own files, perhaps on another machine.
+
+    Raises:
+      UserError: in all processes, if that of one differs from that of process 0.
+    """
     if num_processes() == 1:
         return
     digests = all_gather_text("the tokenizer", content_digest(tokenizer))

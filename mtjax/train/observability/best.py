@@ -37,13 +37,17 @@ class Best:
         """Adds the metrics of a step; returns whether they are the best so far."""
         if self.goal.metric not in entry:
             return False
-        value, sign = float(entry[self.goal.metric]), 1 if self.goal.higher_is_better else -1
-        # NaN is worse than anything; an equal value is not better, so that patience runs out on a plateau.
-        if math.isnan(value) or (self.step and not sign * value > sign * self.value):
+        if not self.is_better(entry):
             self.since += 1
             return False
-        self.step, self.value, self.since = entry["step"], value, 0
+        self.step, self.value, self.since = entry["step"], float(entry[self.goal.metric]), 0
         return True
+
+    def is_better(self, entry: Mapping[str, Any]) -> bool:
+        """Returns whether the metrics of a step are better than the best so far."""
+        value, sign = float(entry.get(self.goal.metric, math.nan)), 1 if self.goal.higher_is_better else -1
+        # NaN is worse than anything; an equal value is not better, so that patience runs out on a plateau.
+        return not math.isnan(value) and (not self.step or sign * value > sign * self.value)
 
     @property
     def is_over(self) -> bool:
