@@ -30,7 +30,7 @@ from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.families.registry import FAMILIES
 from mtjax.help import HELP, HELP_ALL, ConfigDefaults, help_for, names_of, options_of, show_help, with_values
 from mtjax.migrate.argument import option_of
-from mtjax.migrate.suggest import advice
+from mtjax.migrate.suggest import advice, refusal
 
 COMMANDS = {
     "train": "train a model",
@@ -322,10 +322,10 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
         return f"{match[2]} {match[1]} is not one of {', '.join(shown)}{nearest(match[1], choices)}"
     if output.startswith("Unrecognized options: "):
         arguments = output.partition(": ")[2].split(", ")
-        unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--")), None)
-        if unknown is None:
+        unknown = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
+        if not unknown:
             return f"unexpected argument {arguments[0]!r}{_as_option(arguments[0], known)}"
-        return f"no option is called {unknown}{advice(unknown, _value_of(unknown, argv), known)}"
+        return refusal({option: _value_of(option, argv) for option in unknown}, known)
     if match := _NUMBER.match(output):
         return f"{match[1]} is {shortened(match[3])!r}, and must be {_VALUES[match[2]]}"
     if match := _SEVERAL.match(output):

@@ -321,8 +321,8 @@ ALIASES = {
     "train --use-distributed-optimizer": "no option is called --use-distributed-optimizer: use --zero 1",
     "train --overlap-grad-reduce": ("no option is called --overlap-grad-reduce, and mtjax needs none: on (--overlap)"),
     "train --tp-comm-overlap": (
-        "no option is called --tp-comm-overlap, and mtjax has no equal: tensor-parallel communication is not split "
-        "into pieces that overlap with matmuls"
+        "no option is called --tp-comm-overlap, and mtjax has no equivalent: tensor-parallel communication is not "
+        "split into pieces that overlap with matmuls"
     ),
     "train --normalization RMSNorm": (
         "no option is called --normalization: use --norm rmsnorm (LayerNorm is layernorm)"
@@ -336,6 +336,15 @@ ALIASES = {
         "at a time); --global-batch-size counts all devices"
     ),
     "train --max-steps 8": "no option is called --max-steps: use --steps",
+    "inspect --gpus 8": (
+        "no option is called --gpus: use --mesh 8 (mtjax plan --gpus 8 finds the fastest; mtjax train takes --mesh "
+        "auto, too: all devices)"
+    ),
+    "train --tensor-model-parallel-size 2 --out a --lr 1e-3 --lr 1e-4": (
+        "no option is called --tensor-model-parallel-size: use --mesh model=2 (2-way tensor parallel); nor --lr: use "
+        "--learning-rate. mtjax from-megatron -- OPTIONS translates all of Megatron-LM's at once"
+    ),
+    "train --max-steps 8 --hlep": "no option is called --max-steps: use --steps; nor --hlep - did you mean '--help'?",
     "train --output-dir a": "no option is called --output-dir: use --out",
     "finetune --num-train-epochs 3": "no option is called --num-train-epochs: use --epochs",
     "train --num-train-epochs 3": "no option is called --num-train-epochs: use --steps",

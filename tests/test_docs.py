@@ -59,6 +59,29 @@ def test_the_source_files_that_pages_name_exist():
     assert [pair for pair in wanted if not any(path.endswith(pair[1]) for path in known)] == []
 
 
+def test_examples_that_train_a_preset_on_text_name_its_tokenizer():
+    """Without one, a small vocabulary is trained on the text, and most of a preset's table is unused."""
+    presets = {path.stem: "vocab_size = " in path.read_text() for path in (ROOT / "configs").glob("*.toml")}
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "notes" not in page.parts]
+    texts = [*pages, *ROOT.glob("*.md"), *(ROOT / "mtjax").rglob("*.py"), *(ROOT / "configs").glob("*.toml")]
+    commands = [
+        (path.name, command)
+        for path in texts
+        for command in re.findall(
+            r"^[ #]*((?:srun |torchrun .*)?mtjax (?:train|launch|compile) (?:.*\\\n)*.*)", path.read_text(), re.M
+        )
+    ]
+    named = [(page, command) for page, command in commands if presets.get(_after("--config", command))]
+    assert len(named) > 60
+    text = [pair for pair in named if "--data" in pair[1] and not _after("--data", pair[1]).endswith("_document")]
+    assert [pair for pair in text if "--tokenizer" not in pair[1]] == []
+
+
+def _after(option: str, command: str) -> str:
+    """Returns the word after an option of a command; "" without the option."""
+    return command.partition(f"{option} ")[2].split(" ")[0].strip()
+
+
 def test_what_pages_import_from_the_package_exists():
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     lines = [line for page in pages for line in re.findall(r"^ *(from mtjax\S* import .*)", page.read_text(), re.M)]

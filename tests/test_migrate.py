@@ -15,8 +15,8 @@ PAGE = (ROOT / "docs" / "migrate.md").read_text()
 OPTIONS = {f"--{name.replace('_', '-')}" for name in section_by_setting()}
 OPTIONS |= {f"--no-{name[2:]}" for name in OPTIONS} | {"--track", "--profile", "--from", "--to"}
 OWN = {"--max-tokens", "--samples", "--beams", "--batch", "--context", "--weights-dtype", "--dtype", "--temperature"}
-OWN |= {"--output"}
-"""Of generate and serve."""
+OWN |= {"--output", "--gpus"}
+"""Of generate, serve and plan."""
 
 MOST_USED = """
 tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage

@@ -13,8 +13,8 @@ the fingerprints of a checkpoint and the sample at the end. It needs the devices
 for GPUs can't be cached on a machine without them.
 
 Examples:
-  mtjax compile --config gpt2-small --mesh 4x2 --data corpus.txt
-  srun mtjax compile --config gpt2-1.2b
+  mtjax compile --config gpt2-small --mesh 4x2 --data corpus.txt --tokenizer gpt2:FOLDER
+  srun mtjax compile --config gpt2-1.2b --data corpus/text_document
 """
 
 

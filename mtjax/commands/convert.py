@@ -29,8 +29,9 @@ Source and target are KIND:DIR. Kinds:
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
   peft      read: adapters (LoRA) that peft saved, merged into their base model, which adapter_config.json names;
             written: the adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
-  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
-            format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
+  megatron  GPT, Llama, hybrid models, Retro, the legacy code's BERT: a folder with latest_checkpointed_iteration.txt,
+            or one of its iterations, in Megatron's format torch (mp_rank_*/model_optim_rng.pt) or, for GPT, Llama and
+            hybrid models, torch_dist (.metadata and *.distcp)
   torchtitan  read only: Llama, a folder with step-N, or one of these; needs --config, which describes the model
 
 Examples:

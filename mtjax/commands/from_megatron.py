@@ -81,7 +81,7 @@ def run(options: Options, words: Sequence[str]) -> None:
         check_config(config, mesh)
     except UserError as e:
         config_error = str(e)
-    text = toml_of(to, mesh)
+    text, following = toml_of(to, mesh), None
     if options.output is None:
         print(text, end="")
     else:
@@ -89,9 +89,12 @@ def run(options: Options, words: Sequence[str]) -> None:
             raise UserError(f"--output {options.output} exists already: name another file")
         options.output.write_text(text, encoding="utf-8")
         first = to.run_first[0] if to.run_first and not to.run_first[0].startswith("if ") else None
-        print(f"next    {first or to.command(str(options.output)) + _launched(mesh.size)}")
+        following = f"next    {first or to.command(str(options.output)) + _launched(mesh.size)}"
     if summary := report(to, config_error):
-        print(summary, file=sys.stderr)
+        print(summary, file=sys.stderr, flush=True)
+    # The last line: the report has what to look at before.
+    if following is not None:
+        print(following)
 
 
 def _check_unknown(given: GivenArguments, options: Options) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from mtjax import cli
 from mtjax.config import replace
+from mtjax.inspect.compiler_log import hide_compiler_log
 from mtjax.inspect.options import Options
 from mtjax.waiting import IMPORTS, waiting
 
@@ -12,7 +13,7 @@ DESCRIPTION = """Compile the train step of a config, without the target's device
 
 Every collective of the optimized program is listed with its mesh axis, number of executions in a step, shape and bytes,
 and whether computation overlaps with it; then all are checked against the run's contract. Exit code 0: the contract
-holds, 1: it is violated, 2: wrong usage.
+holds, also of a program that does not fit the memory, 1: it is violated, 2: wrong usage.
 """
 
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         command = cli.parse(argv, "mtjax inspect", DESCRIPTION, Options)
         command.options.check()
+        hide_compiler_log()
         # These import jax, which takes seconds: only after the options are checked.
         if command.options.generate:
             from mtjax.generate.inspected import run as run_generating

@@ -15,7 +15,7 @@ DESCRIPTION = """Trains in several processes on this machine, and restarts from 
 The options of `mtjax train` follow after `--`. Each line of output begins with the number of its process.
 
 Examples:
-  mtjax launch --restarts 10 -- --config gpt2-small --mesh 8x1 --data corpus.txt --out runs/small
+  mtjax launch --restarts 10 -- --config gpt2-small --mesh 8x1 --data a.txt --tokenizer gpt2:FOLDER --out runs/small
   mtjax launch --processes 2 -- --mesh 2x4
 """
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         command = cli.parse(argv, "mtjax plan", DESCRIPTION, Options, default=DEFAULT)
-        command.options.check()
+        command.options.check(cli.typed_options(sys.argv[1:] if argv is None else argv))
         from mtjax.plan.command import run  # slow to import: only after the options are checked
 
         teacher = command.options.teacher
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(console: Console, config: Config, target: str) -> None:
+    from mtjax.inspect.compiler_log import hide_compiler_log
+
+    hide_compiler_log()
     from mtjax.inspect.verify import print_verification  # imports jax, which nothing else here needs
 
     print_verification(console, config, target)

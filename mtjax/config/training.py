@@ -81,8 +81,9 @@ class Training:
     """Use deterministic operations on GPUs, which give bitwise the same results each time and are slower; attention is
     XLA's."""
     check_replicas: int = at_least(0, 0)
-    """Steps between checks for silent data corruption: a step is computed twice, replicated arrays are compared between
-    devices bit by bit, and a difference ends the run before the next save. 0 turns the checks off."""
+    """Steps between checks for silent data corruption: a step is computed two more times and all results are compared
+    bit by bit, replicated arrays also between devices; a difference ends the run before the next save. 0 turns the
+    checks off."""
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Random seed of initialization, dropout and the order of samples."""
     init_from: Path | None = None

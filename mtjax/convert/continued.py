@@ -48,7 +48,7 @@ class MegatronRun:
           target: the folder of the new run.
 
         Raises:
-          UserError: the checkpoint has no optimizer's state that is read, or the run's settings have no equal.
+          UserError: the checkpoint has no optimizer's state that is read, or the run's settings have no equivalent.
         """
         if source.origin.config.model.layer_pattern:
             raise UserError(
@@ -141,7 +141,7 @@ def _check_moment(kind: str, parameter: Parameter, array: np.ndarray, source: st
 def _run_config(
     arguments: dict[str, Any], progress: Progress, source: MegatronSource, target: Path
 ) -> tuple[Config, str]:
-    """Returns the run's config, and a report of what has no equal."""
+    """Returns the run's config, and a report of what has no equivalent."""
     folder, model = str(source.files.folder), source.origin.config.model
     if model.family == "bert":
         raise UserError(f"{folder} is a BERT: --with-optimizer converts GPT and Llama")

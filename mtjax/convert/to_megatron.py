@@ -204,7 +204,7 @@ class MtjaxRun:
             "split": self.config.data.split,
             "use_distributed_optimizer": True,
             "no_save_optim": False,
-            # States of torch's generators have no equal in a run of mtjax; Megatron then seeds its own.
+            # States of torch's generators have no equivalent in a run of mtjax; Megatron then seeds its own.
             "no_save_rng": True,
             "expert_model_parallel_size": self.expert,
             # As one rank would have saved it: Megatron reshards a checkpoint that is fully reshardable.

@@ -15,6 +15,7 @@ from mtjax.config import Config
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.inspect import compare, text
+from mtjax.inspect.advice import memory_advice
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.decision import Decision
 from mtjax.inspect.html import page
@@ -52,11 +53,16 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
     measured = measure(reports[0], trace) if trace is not None else None
     if measured is not None and job.verbose:
         show_measured(measured, job.console)
+    if options.sweep is None and job.verbose:
+        for report in reports:
+            if advice := memory_advice(report, source, options.time_on or options.target):
+                job.console.print(f"{report.step.mesh} {advice}", highlight=False, soft_wrap=True)
     save(reports, options, measured)
     if options.html is not None:
-        with waiting("comparing plans"):
+        with waiting(f"comparing with other plans, for {options.html}"):
             decision = Decision.on(reports[0], given, source, options.price)
         write(options.html, page(reports[0], reports[1:], decision))
+        job.console.print(f"wrote {options.html}", highlight=False, soft_wrap=True)
     return 0 if all(r.verdict.holds for r in reports) else 1
 
 

@@ -28,6 +28,7 @@ from mtjax.inspect.text import (
     size,
     stage_row,
 )
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 
 STYLE = """
 :root { --ink: #1a1d21; --soft: #5c6670; --line: #d9dee3; --paper: #fff; --card: #f5f7f9; --good: #1a7f37;
@@ -119,9 +120,10 @@ def _cards(report: Report) -> str:
         f'<b class="{"good" if verdict.holds else "bad"}">{result}</b><span>communication check, contract '
         f'"{escape(report.contract.name)}"</span>'
     ]
-    of = f" of {size(memory.capacity)}" if memory.capacity else ""
+    of = f" of {size(memory.usable)}" if memory.usable else ""
     colour = {True: "good", False: "bad", None: ""}[memory.fits]
-    cards.append(f'<b class="{colour}">{size(memory.peak)}{of}</b><span>peak memory per device</span>')
+    share = f", of {USABLE_MEMORY:.0%} of its {size(memory.capacity)}" if memory.capacity else ""
+    cards.append(f'<b class="{colour}">{size(memory.peak)}{of}</b><span>peak memory per device{share}</span>')
     sent = sum(r.wire_bytes * r.count for r in report.rows)
     cards.append(f"<b>{size(sent)}</b><span>sent per device and step</span>")
     if t:
@@ -201,7 +203,8 @@ def _memory(report: Report) -> str:
         Bar(name, [Segment(kind, value) for kind, value in zip(kinds, values, strict=True) if value > 0])
         for name, values in (("compiled", compiled), ("formula", formula))
     ]
-    chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.capacity, mark_label="capacity")
+    usable = f"{USABLE_MEMORY:.0%} of the memory"
+    chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.usable, mark_label=usable)
     note = "Gradients are counted as one float32 copy; activations are the remaining temporaries of the compiler."
     return f"<h2>Memory per device</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
 

@@ -11,6 +11,7 @@ from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
 from mtjax.inspect.host_copies import exposed_bytes, host_copies, hosted_arguments
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,14 @@ class MemoryReport:
     """A teacher's weights on the device that are not arguments of the step, by formula."""
 
     @property
+    def usable(self) -> int | None:
+        """Bytes of the capacity that a run may take, as in training and planning; None when the capacity is unknown."""
+        return None if self.capacity is None else int(USABLE_MEMORY * self.capacity)
+
+    @property
     def fits(self) -> bool | None:
-        """Whether the peak, with `beside`, is within the capacity; None when that is unknown."""
-        return None if self.capacity is None else self.peak + self.beside <= self.capacity
+        """Whether the peak, with `beside`, is within `usable`; None when that is unknown."""
+        return None if self.usable is None else self.peak + self.beside <= self.usable
 
 
 def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | None = None) -> MemoryReport:

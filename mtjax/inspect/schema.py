@@ -132,7 +132,7 @@ def _line(line: ContractLine) -> dict[str, Any]:
 def _memory(memory: MemoryReport) -> dict[str, Any]:
     # All fields by their names: a field of `MemoryReport` is one of the schema, which docs/inspect.md lists.
     plain = {k: v for k, v in vars(memory).items() if k != "formula"}
-    return {**plain, "fits": memory.fits, "formula": _formula(memory.formula)}
+    return {**plain, "usable": memory.usable, "fits": memory.fits, "formula": _formula(memory.formula)}
 
 
 def _formula(memory: Memory) -> dict[str, Any]:

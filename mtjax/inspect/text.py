@@ -19,8 +19,9 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import CollectiveRow, Report
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.inspect.units import duration, size
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.plan import timeline
-from mtjax.plan.units import si
+from mtjax.plan.units import gib, si
 from mtjax.runtime.xla_options import Chosen
 
 
@@ -250,9 +251,14 @@ def memory_lines(report: Report) -> str:
     """Returns the lines on memory per device."""
     m, f = report.memory, report.memory.formula
     verdict = ""
-    if m.capacity is not None:
+    if m.capacity is not None and m.usable is not None:
         fits = "[green]fits[/]" if m.fits else "[red]does not fit[/]"
-        verdict = f"  {fits}: {size(m.peak + m.beside)} of {size(m.capacity)}"
+        # In GiB, too: mtjax plan has its memory in these.
+        needed = m.peak + m.beside
+        verdict = (
+            f"  {fits}: {size(needed)} ({gib(needed)}) of {size(m.usable)} ({gib(m.usable)}), {USABLE_MEMORY:.0%} of "
+            f"the device's {size(m.capacity)}"
+        )
     return (
         f"[bold]Memory per device[/]{verdict}\n"
         f"  compiled: arguments {size(m.arguments)}, outputs {size(m.outputs)} ({size(m.aliased)} aliased to "

@@ -38,7 +38,7 @@ _LAYOUT = (
     equal(
         "--position-embedding-type",
         "--position",
-        "learned_absolute is learned; none is --position none in a hybrid model; mrope and relative have no equal",
+        "learned_absolute is learned; none is --position none in a hybrid model; mrope and relative have no equivalent",
         default="learned_absolute",
         same=("learned_absolute", "rope", None),
     ),
@@ -78,7 +78,7 @@ _LAYOUT = (
     equal(
         "--softmax-type",
         "--attention-sinks",
-        "learnable; sinks start at 0; off-by-one has no equal; checkpoints that have it can't be converted",
+        "learnable; sinks start at 0; off-by-one has no equivalent; checkpoints that have it can't be converted",
         default="vanilla",
         same=("vanilla", None),
     ),
@@ -179,7 +179,7 @@ _KINDS = (
     equal(
         "--hybrid-layer-pattern --hybrid-override-pattern",
         "--layer-pattern",
-        "family hybrid; for stages (|) set --layers-per-stage; D, + and / have no equal",
+        "family hybrid; for stages (|) set --layers-per-stage; D, + and / have no equivalent",
         same=(None,),
     ),
     *(
@@ -248,7 +248,7 @@ _EXPERTS = (
     equal(
         "--moe-router-load-balancing-type",
         "--router-aux-loss N",
-        "always per sample; none is --router-aux-loss 0, sinkhorn has no equal",
+        "always per sample; none is --router-aux-loss 0, sinkhorn has no equivalent",
         default="aux_loss",
     ),
     same("--moe-z-loss-coeff", "router_z_loss"),

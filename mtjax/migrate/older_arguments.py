@@ -62,7 +62,8 @@ _RARE = (
     none("--main-grads-dtype", "gradients are accumulated in float32", same=("fp32", "float32", None)),
     none(
         "--main-params-dtype",
-        "float32 is kept; fp16 has no equal, but --master-dtype bfloat16 stores 2 bytes too, rounded stochastically",
+        "float32 is kept; fp16 has no equivalent, but --master-dtype bfloat16 stores 2 bytes, too, by stochastic "
+        "rounding",
         same=("fp32", "float32", None),
     ),
     none("--optimizer-offload-fraction", "--offload optimizer offloads all of Adam's moments", default=1.0),

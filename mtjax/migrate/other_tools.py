@@ -125,7 +125,7 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("the prompt itself, without an option",),
     # Short words.
     "output-folder": ("--out",),
-    "gpus": ("--mesh auto (all devices) or --mesh N",),
+    "gpus": ("--mesh N (mtjax plan --gpus N finds the fastest; mtjax train takes --mesh auto, too: all devices)",),
     "epochs": ("--steps",),
 }
 """A name without its dashes -> options of mtjax; the first that a command has is suggested. `N` stands for the

@@ -1,7 +1,7 @@
 """Suggestions for an option that a command does not have: by meaning first, then by spelling."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from mtjax.errors import nearest, shortened
 from mtjax.migrate.megatron import by_name
@@ -9,6 +9,19 @@ from mtjax.migrate.other_tools import OTHERS
 
 _N = re.compile(r"\bN\b")
 """Placeholder of a value in the text of a row."""
+
+
+def refusal(unknown: Mapping[str, str | None], known: Collection[str]) -> str:
+    """Returns the sentence about all options of a command line that a command does not have.
+
+    Args:
+      unknown: as typed, with the value that follows each.
+      known: options of the command, as typed.
+    """
+    named = [f"{option}{advice(option, value, known)}" for option, value in unknown.items()]
+    megatrons = [option for option in unknown if option.replace("_", "-").lower() in by_name()]
+    translated = ". mtjax from-megatron -- OPTIONS translates all of Megatron-LM's at once"
+    return f"no option is called {'; nor '.join(named)}" + translated * (len(megatrons) > 1 and "--mesh" in known)
 
 
 def advice(option: str, value: str | None, known: Collection[str]) -> str:
@@ -37,7 +50,7 @@ def meaning(option: str, value: str | None, known: Collection[str]) -> str | Non
     if row.status == "default":
         return f", and mtjax needs none: {row.note}"
     if row.status == "none":
-        return f", and mtjax has no equal: {row.note}"
+        return f", and mtjax has no equivalent: {row.note}"
     if not _has(row.equal, known):
         return None
     note = f" ({_with(row.note, value)})" if row.note else ""

@@ -46,7 +46,7 @@ _PARALLEL = (
     equal(
         "--cp-comm-type",
         "--context-method",
-        "p2p is ring, allgather is all-gather; a2a has no equal",
+        "p2p is ring, allgather is all-gather; a2a has no equivalent",
         default="p2p",
         same=("p2p", "allgather", ("p2p",), ("allgather",), None),
     ),
@@ -105,7 +105,7 @@ _PARALLEL = (
     none("--data-parallel-random-init", "all ranks start with the same weights", default=False),
     always("--disable-gloo-process-groups", "not needed", default=False),
     equal("--deterministic-mode", "--deterministic", default=False),
-    equal("--check-weight-hash-across-dp-replicas-interval", "--check-replicas N", "computes a step twice, too"),
+    equal("--check-weight-hash-across-dp-replicas-interval", "--check-replicas N", "recomputes a step two more times"),
 )
 _CHECKPOINTS = (
     same("--save", "out", note="the folder of the run: checkpoints, logs and config.toml"),
@@ -140,7 +140,7 @@ _CHECKPOINTS = (
 _ENDS = (
     always("--exit-signal-handler", "SIGTERM always saves and ends the run", default=False),
     none("--exit-duration-in-mins", "let the scheduler send SIGTERM before the time is up, as examples/slurm.sh does"),
-    none("--exit-interval", "set --steps"),
+    none("--exit-interval", "the run goes on to its last step: end it by the scheduler's time limit"),
     always("--adlr-autoresume", "see mtjax launch --restarts", default=False),
     always("--inprocess-restart", "see mtjax launch --restarts", default=False),
     always("--rerun-mode", "see --check-replicas"),

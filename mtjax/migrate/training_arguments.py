@@ -75,11 +75,11 @@ _OPTIMIZER = (
         default=False,
     ),
     always("--use-precision-aware-optimizer", "the types below say so", default=False),
-    equal("--exp-avg-dtype", "--adam-mu-dtype bfloat16", "for bf16; fp16 and fp8 have no equal", default="fp32"),
+    equal("--exp-avg-dtype", "--adam-mu-dtype bfloat16", "for bf16; fp16 and fp8 have no equivalent", default="fp32"),
     equal(
         "--exp-avg-sq-dtype",
         "--adam-nu-dtype bfloat16",
-        "for bf16, rounded stochastically; fp16 and fp8 have no equal",
+        "for bf16, rounded stochastically; fp16 and fp8 have no equivalent",
         default="fp32",
     ),
     none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),

@@ -10,6 +10,7 @@ from rich.console import Console
 from mtjax import config
 from mtjax.analysis import target
 from mtjax.analysis.anatomy import Anatomy, anatomy_of
+from mtjax.analysis.counts import parameters
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.memory import peak_stage_memory
 from mtjax.config import sizes
@@ -27,6 +28,7 @@ from mtjax.plan.report import make_console, print_report
 from mtjax.plan.search import Space, describe, fitting_plans, gpus_within, nearest_feasible, search
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
+from mtjax.plan.units import si
 from mtjax.waiting import waiting
 
 SEARCHING = "comparing plans"
@@ -54,6 +56,13 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
     run_config, teacher = with_teacher(with_vocabulary(given, console.print))
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
+    model = anatomy.model
+    console.print(
+        f"Model {source}: {model.family}, {si(parameters(anatomy), '')}parameters, {model.num_layers} layers, hidden "
+        f"{model.hidden_size}",
+        highlight=False,
+        soft_wrap=True,
+    )
     _check_imbalance(anatomy, options)
     # Before the search, which would take seconds and then propose what the GPU can't run.
     if (fp8 := run_config.training.fp8) != "none":

@@ -1,10 +1,12 @@
 """The planner's command-line options."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.config.field_metadata import TOKENS, at_least
 from mtjax.errors import UserError
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.layout.mesh import MOST_DEVICES
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
@@ -17,16 +19,16 @@ class Options:
     """Options of `mtjax plan`."""
 
     target: str = "h100x8"
-    """GPU and GPUs per server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file that describes a server."""
+    """GPU and GPUs per server: h100x8, a100-40x8, v100x16; h200 (8 in a server) - or a TOML file that describes one."""
     tokens: float | None = None
     """Tokens to train on, such as 300e9: prints steps and days."""
     gpus: int | None = None
-    """Search for the fastest plan on this many GPUs, instead of reporting on --mesh."""
+    """Search for the fastest plan on this many GPUs, instead of reporting on one mesh."""
     days: float | None = None
     """Search for the fewest GPUs that train on --tokens within this many days."""
     price: float | None = None
     """Price of one GPU for one hour: prints the cost."""
-    usable: float = 0.9
+    usable: float = USABLE_MEMORY
     """Share of a GPU's memory that a plan may fill."""
     exposed_share: float = 0.05
     """Exposed communication, as a share of the compute time, for which the needed bandwidth is printed."""
@@ -50,8 +52,11 @@ class Options:
     published: bool = False
     """Print predictions of published runs, with each gap."""
 
-    def check(self) -> None:
+    def check(self, typed: Collection[str] = ()) -> None:
         """Checks values and combinations of the options.
+
+        Args:
+          typed: options of the command line.
 
         Raises:
           UserError: the first that is invalid.
@@ -78,6 +83,9 @@ class Options:
                 f"--gpus {self.gpus} and --days {self.days:g} cannot be combined: each searches for the other; "
                 "give one of them"
             )
+        if "--mesh" in typed and (self.gpus is not None or self.days is not None):
+            name = "--gpus" if self.gpus is not None else "--days"
+            raise UserError(f"{name} searches for the mesh, and --mesh names one: remove one of them")
         if self.plot is not None and self.plot.suffix.lower() not in PLOT_FORMATS:
             raise UserError(f"--plot {self.plot} should end in one of {', '.join(PLOT_FORMATS)}")
         if self.plot is not None and not self.plot.parent.is_dir():

@@ -14,13 +14,11 @@ from mtjax.analysis.memory import peak_stage_memory
 from mtjax.analysis.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
 from mtjax.analysis.timing import step_time
 from mtjax.layout.divisibility import problems
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.layout.layouts import TENSOR_RULES
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
 from mtjax.plan.search import chunk_counts
-
-USABLE = 0.9
-"""Share of a GPU's memory that a plan may fill."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ def _fits(anatomy: Anatomy, plan: Plan, server: Server) -> bool:
     """Returns whether a plan is possible and fits the memory."""
     if any(problems(anatomy.model, plan)):
         return False
-    return peak_stage_memory(anatomy, plan).total <= USABLE * server.gpu.memory
+    return peak_stage_memory(anatomy, plan).total <= USABLE_MEMORY * server.gpu.memory
 
 
 def _speed(anatomy: Anatomy, plan: Plan, server: Server, software: Software, constants: Constants | None) -> float:

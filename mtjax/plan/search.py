@@ -14,6 +14,7 @@ from mtjax.analysis.timing import StepTime, least_seconds, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.proposed_meshes import context_degrees, meshes_within, with_groups
@@ -36,7 +37,7 @@ class Space:
     """Maximum number of layers of a stage relative to the mean: all stages wait for the one with the most layers."""
     unrolled: tuple[bool, ...] = (False, True)
     """Whether layers are unrolled, where that is possible."""
-    usable: float = 0.9
+    usable: float = USABLE_MEMORY
     """Share of a GPU's memory that a plan may fill."""
 
 

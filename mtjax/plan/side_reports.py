@@ -10,6 +10,7 @@ from mtjax.analysis.counts import parameters
 from mtjax.analysis.hardware import Server
 from mtjax.config.ssm import has_state_space
 from mtjax.config.storage import PLAIN, SNAPSHOTS_PER_SEQUENCE, Storage, is_supported
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
@@ -109,7 +110,7 @@ def cache_table(
                 f"{batch} x {tokens}",
                 gib(cache),
                 *((gib(memories[0].snapshots),) if has_states else ()),
-                *(_with_capacity(memory.total, server) for memory in memories),
+                *(with_capacity(memory.total, server) for memory in memories),
                 seconds(plain.prefill_seconds),
                 seconds(plain.token_seconds),
                 *(seconds(other.token_seconds) for other in others),
@@ -118,9 +119,9 @@ def cache_table(
     return result
 
 
-def _with_capacity(needed: float, server: Server) -> str:
-    """Returns a size, with a note where it does not fit a GPU's memory."""
-    return gib(needed) + ("" if needed <= server.gpu.memory else " - does not fit")
+def with_capacity(needed: float, server: Server) -> str:
+    """Returns a size, with a note where it does not fit what may be used of a GPU's memory."""
+    return gib(needed) + ("" if needed <= USABLE_MEMORY * server.gpu.memory else " - does not fit")
 
 
 def print_published(console: Console) -> None:

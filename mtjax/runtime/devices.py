@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from mtjax.errors import UserError
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.layout.mesh import MeshShape
 from mtjax.sharding.device_mesh import make_mesh
 from mtjax.sharding.processes import visible_gpus
@@ -20,8 +21,6 @@ THREADS_PER_DEVICE = 4
 as all-reduces over two axes, run in any order, each blocking a thread. With one thread per device, XLA's default, all
 may wait for a device without a thread."""
 
-USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that jax may take: as much as the planner's plans. The rest is left to CUDA and NCCL."""
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables of this share, of which jax takes one alone; the second is an older name."""
 

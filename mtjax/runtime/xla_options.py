@@ -68,7 +68,7 @@ MEMORY = (
     ),
 )
 """On compile-only devices. On attached GPUs XLA takes the percentage of jax's share, which is `USABLE_MEMORY`
-(`mtjax.runtime.devices`), and its default stays."""
+(`mtjax.layout.gpu_memory`), and its default stays."""
 UNROLLED = (
     XLAOption(
         "xla_gpu_enable_triton_gemm",

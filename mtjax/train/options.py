@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-DESCRIPTION = """Trains a GPT, Llama, BERT or T5.
+DESCRIPTION = """Trains a language model: GPT, Llama, hybrid (Mamba-2), BERT, T5 or Retro.
 
 Without options: a small GPT, on the documentation that comes with Python, over 8 virtual CPU devices.
 
 Examples:
   mtjax train --data book.txt --steps 500
-  mtjax train --config gpt2-small --mesh 4x2 --out runs/small
+  mtjax train --config gpt2-small --mesh 4x2 --data corpus.txt --tokenizer gpt2:FOLDER --out runs/small
   mtjax train --config runs/small/config.toml --resume
 """
 

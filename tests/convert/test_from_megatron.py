@@ -1,7 +1,9 @@
 """Launch scripts of Megatron-LM, read without running them, and the configs they become."""
 
+import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -158,7 +160,7 @@ def test_gpt3_175b(capsys: pytest.CaptureFixture[str]) -> None:
             "keep_every": 10_000,
         },
     }
-    assert part(told, DEFAULT) == ["--tensorboard-dir"]
+    assert part(told, DEFAULT) == ["--tensorboard-dir", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
     assert NONE not in told
     assert "--rampup-batch-size: learning rate schedules count steps in mtjax" in told
     assert "--vocab-multiple 1024" in told  # mtjax's own default: nothing to write
@@ -566,7 +568,29 @@ def test_other_files_of_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = "".join(f"  {name}: {value}\n" for name, value in pairs)
     yaml.write_text(f"ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n{rows}")
     for path in (lines, yaml):
-        assert translated(capsys, "--gpus", "8", str(path))[0] == wanted
+        tables, told = translated(capsys, "--gpus", "8", str(path))
+        assert tables == wanted
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1  it orders Megatron-LM's kernels" in told
+
+
+def test_environment_variables_of_the_script_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of NCCL and CUDA hold; the report ends with the next command."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "export NCCL_IB_SL=1 CUDA_DEVICE_MAX_CONNECTIONS=1\nexport NVTE_FLASH_ATTN=1 LAYERS=3\n"
+        f"NCCL_DEBUG=$UNSET torchrun --nproc_per_node=4 pretrain_gpt.py {' '.join(SMALL)}"
+    )
+    _, told = translated(capsys, str(script))
+    held = "environment variables of the script that hold for mtjax, too: set them as there:\n"
+    assert f"{held}  NCCL_IB_SL=1\n  NCCL_DEBUG=$UNSET\n" in told
+    assert re.search(r"CUDA_DEVICE_MAX_CONNECTIONS=1 +it orders Megatron-LM's kernels and collectives", told)
+    assert re.search(r"NVTE_FLASH_ATTN=1 +of PyTorch or Transformer Engine", told) and "LAYERS" not in told
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    assert cli.main(["from-megatron", str(script), "--output", str(tmp_path / "run.toml")]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == f"next    mtjax train --config {tmp_path / 'run.toml'}"
 
 
 LAUNCHERS = {

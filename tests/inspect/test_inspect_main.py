@@ -1,6 +1,7 @@
 """The command: exit codes, files, and errors in one line."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from mtjax.analysis.communication import contract_of
 from mtjax.commands.inspect import main
 from mtjax.inspect import command
 from mtjax.inspect import report as reports
+from mtjax.inspect.compiler_log import LEVEL
 from mtjax.inspect.contract_file import load_contract
 from tests.inspect.steps import needs_aot, theory_of, tiny
 
@@ -55,6 +57,20 @@ def test_json_to_stdout_is_nothing_but_json(capsys, compiled_once):
     code, out, _ = run(capsys, "--json", "-")
     assert code == 0
     assert json.loads(out)["schema"] == "mtjax.inspect/1"
+
+
+def test_the_page_says_where_it_is_and_a_step_that_does_not_fit_what_to_change(
+    capsys, monkeypatch, tmp_path, cpu_report
+):
+    small = replace(cpu_report, memory=replace(cpu_report.memory, capacity=1000))
+    monkeypatch.setattr(command, "inspect", lambda *_, **__: small)
+    monkeypatch.setenv(LEVEL, "")
+    monkeypatch.delenv(LEVEL)
+    code, out, _ = run(capsys, "--html", str(tmp_path / "report.html"))
+    assert os.environ[LEVEL] == "3"  # XLA would log an error
+    assert code == 0  # the contract holds
+    assert out.endswith(f"wrote {tmp_path / 'report.html'}\n")
+    assert f"{small.step.mesh} does not fit: try " in out and "searches for a plan that fits" in out
 
 
 def test_vs_reports_both(capsys, compiled_once, tmp_path):

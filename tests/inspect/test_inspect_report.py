@@ -17,6 +17,7 @@ from mtjax.analysis.anatomy import anatomy_of
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
 from mtjax.commands.train import Options as TrainOptions
 from mtjax.inspect import text
+from mtjax.inspect.advice import memory_advice
 from mtjax.inspect.compare import comparison_table, other_config, sent_bytes, sweep_configs
 from mtjax.inspect.decision import Decision
 from mtjax.inspect.html import page
@@ -66,6 +67,26 @@ def test_memory_of_the_state_is_exact(gpu_report):
     assert memory.temporaries == memory.gradients + memory.activations
     assert memory.capacity == DGX_H100.gpu.memory
     assert memory.fits is True
+
+
+def test_a_program_fits_what_train_and_plan_may_take(cpu_report):
+    """90% of the memory; where it does not fit, settings that make it smaller and are not chosen yet."""
+
+    def on(share):
+        memory = cpu_report.memory
+        return dataclasses.replace(cpu_report, memory=dataclasses.replace(memory, capacity=int(memory.peak / share)))
+
+    fits, excessive = on(0.89), on(0.91)
+    assert fits.memory.fits and not excessive.memory.fits
+    line = r"does not fit\S*: \S+ .B \(\S+ MiB\) of .*, 90% of the device's "
+    assert re.search(line, text.memory_lines(excessive))
+    assert memory_advice(fits, "tiny", "h100x8") is None
+    advice = memory_advice(excessive, "a b.toml", "h100x8")
+    assert advice is not None and advice.startswith("does not fit: try --zero 3, ")
+    size = cpu_report.step.mesh.size
+    assert advice.endswith(
+        f"`mtjax plan --config 'a b.toml' --gpus {size} --target h100x8` searches for a plan that fits"
+    )
 
 
 @needs_aot

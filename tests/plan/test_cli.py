@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from mtjax import cli, config
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.commands.plan import main
 from mtjax.commands.train import Options as TrainOptions
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
+from mtjax.plan.side_reports import with_capacity
 from tests.convert.hf_folders import GPT2_CONFIG, SEQUENCE, VOCAB, gpt2_shapes, random_tensors, write_folder
 
 
@@ -51,6 +53,7 @@ def test_a_teacher_s_memory_work_and_traffic_are_counted(tmp_path, capsys):
 
 def test_where_figures_come_from_is_said_once(capsys):
     out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "64x8")
+    assert "Model gpt2-8.3b: gpt, 8.32 Gparameters, 72 layers, hidden 3072\n" in out
     assert len(re.findall("by formula", out)) == 1
     assert not re.search(r" model$", out, re.MULTILINE)
 
@@ -86,6 +89,12 @@ def test_a_search_keeps_to_the_usable_memory(capsys):
     assert nearest
     chosen = ("--mesh", "8x1", "--microbatch-size", nearest[1], "--recompute", "none", "--zero", "3", "--unroll-layers")
     assert "This plan does not fit" not in run(capsys, *asked, *chosen)
+
+
+def test_generation_fits_the_usable_memory():
+    memory = DGX_H100.gpu.memory
+    assert with_capacity(0.89 * memory, DGX_H100) == "70.40 GiB"
+    assert with_capacity(0.91 * memory, DGX_H100) == "71.98 GiB - does not fit"
 
 
 def test_stages_need_not_divide_the_layers(capsys):
@@ -258,6 +267,8 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--gpus", "0"], "--gpus is 0, and must be above 0"),
         (["--days", "3"], "--days needs --tokens"),
         (["--days", "3", "--gpus", "8", "--tokens", "1e9"], "give one of them"),
+        (["--gpus", "8", "--mesh", "8x1"], "--gpus searches for the mesh, and --mesh names one: remove one of them"),
+        (["--days=3", "--tokens=1e9", "--mesh=8x1"], "--days searches for the mesh, and --mesh names one"),
         (["--tokens", "-5"], "--tokens is -5"),
         (["--tokens", "nan"], "--tokens is nan"),
         (["--usable", "1.5"], "--usable is 1.5"),

@@ -5,8 +5,9 @@ import os
 import pytest
 from jaxlib import xla_client
 
+from mtjax.layout.gpu_memory import USABLE_MEMORY
 from mtjax.plan.search import Space
-from mtjax.runtime.devices import FRACTIONS, USABLE_MEMORY, use_gpu_memory
+from mtjax.runtime.devices import FRACTIONS, use_gpu_memory
 from mtjax.runtime.xla_options import MEMORY
 
 

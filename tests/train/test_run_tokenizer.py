@@ -117,6 +117,23 @@ def test_a_run_whose_tokenizer_is_gone_does_not_train_another(config: Config, tm
     assert not find_tokenizer(config, tmp_path / "not-begun", None).is_saved
 
 
+def test_a_run_that_trains_a_tokenizer_says_how_much_of_a_larger_vocabulary_is_unused(config: Config) -> None:
+    found = find_tokenizer(config, None, None)
+    size = found.tokenizer.vocab_size
+    assert found.notes == () and find_tokenizer(replace(config, vocab_size=size), None, None).notes == ()
+    (note,) = find_tokenizer(replace(config, vocab_size=50257), None, None).notes
+    assert note == (
+        f"no --tokenizer is given: one of {size} tokens was trained on the text, and {50257 - size:,} of the "
+        "vocabulary's 50,257 tokens are never used. Name the tokenizer for this vocab_size: --tokenizer gpt2:FOLDER, "
+        "which is GPT-2's"
+    )
+    (note,) = find_tokenizer(replace(config, vocab_size=32000), None, None).notes
+    assert note.endswith(
+        "the vocabulary's 32,000 tokens are never used. Name the tokenizer for this vocab_size: "
+        "--tokenizer hf:FOLDER, or remove vocab_size"
+    )
+
+
 def test_a_run_in_a_store_keeps_its_tokenizer(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept(config, tmp_path / "run")
     write_jsonl(tmp_path / "text.jsonl", texts(60, seed=4))

@@ -42,6 +42,8 @@ class GivenArguments:
     """Unknown arguments, as typed."""
     notes: list[str] = field(default_factory=list)
     """Notes on conditions and loops of the script that could not be evaluated."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the script sets for NCCL, CUDA, PyTorch or Transformer Engine, with their values."""
     family: str = "gpt"
     gpus: int | None = None
     """Number of processes that the launcher starts, one per GPU; None if unknown."""
@@ -160,6 +162,7 @@ def _from_yaml(text: str, path: Path) -> GivenArguments:
     except yaml.YAMLError as e:
         raise UserError(f"{path} is not YAML: {str(e).splitlines()[0]}") from e
     given = GivenArguments(str(path))
+    _add_environment(dict(_flat(found)), given)
     for name, value in _flat(found):
         option = f"--{name.removeprefix('--').replace('_', '-')}"
         if option not in by_name() and name not in by_dest():
@@ -217,7 +220,14 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     launcher = chosen.words[: first if at is None else at]
     given.gpus = _processes(launcher, script.variables.values, given)
     from_words(chosen.words[first if at is None else at + 1 :], given)
+    _add_environment(script.variables.values, given)
     return given
+
+
+def _add_environment(variables: Mapping[str, Any], given: GivenArguments) -> None:
+    """Adds the variables that libraries of Megatron-LM read."""
+    libraries = re.compile(r"(NCCL|CUDA|GLOO|UCX|NVTE|TORCH|PYTORCH)_\w+")
+    given.environment |= {n: shown(str(value)) for n, value in variables.items() if libraries.fullmatch(n)}
 
 
 def _family(program: str, source: str) -> str:

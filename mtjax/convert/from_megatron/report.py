@@ -1,5 +1,6 @@
 """Writes a translation as TOML, and a report of what it does not contain."""
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.migrate.megatron import by_dest
+
+_PYTORCH = r"NVTE_|TORCH_|PYTORCH_"
+"""Environment variables of libraries that mtjax does not use."""
 
 
 def tables_of(to: Translation) -> dict[str, dict[str, Any]]:
@@ -74,12 +78,13 @@ def report(to: Translation, config_error: str | None) -> str:
     lines = [
         *_section("NOT TRANSLATED (unknown); the run may differ", ((typed, "") for typed in given.unlisted)),
         *_section("not supported by mtjax, and the effect", _named(given, to.unsupported)),
-        *_section("on by default in mtjax, or not needed", _named(given, to.unneeded)),
+        *_section("on by default in mtjax, or not needed", [*_named(given, to.unneeded), *_not_read(given)]),
         *_section("translated, with a difference", ((line, "") for line in to.differences)),
         *_section("could not be read", given.unread),
         *_section("notes on the script", ((note, "") for note in given.notes)),
         *_section("run first", ((command, "") for command in to.run_first)),
         *_section("environment variables to set when starting the run", ((each, "") for each in to.environment)),
+        *_section("environment variables of the script that hold for mtjax, too: set them as there", _kept(given)),
         *_section("options to add when starting the run", ((option, "") for option in to.run_options)),
     ]
     if config_error is not None:
@@ -92,6 +97,22 @@ def _named(given: GivenArguments, found: dict[str, str]) -> Iterator[tuple[str, 
     order = list(given.values)
     for dest, why in sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0):
         yield given.typed.get(dest, by_dest()[dest].names[0]), why
+
+
+def _not_read(given: GivenArguments) -> Iterator[tuple[str, str]]:
+    """Yields the script's environment variables that have no effect here, each with the reason."""
+    for name, value in given.environment.items():
+        if name == "CUDA_DEVICE_MAX_CONNECTIONS":
+            yield f"{name}={value}", "it orders Megatron-LM's kernels and collectives; XLA orders its own"
+        elif re.match(_PYTORCH, name):
+            yield f"{name}={value}", "of PyTorch or Transformer Engine"
+
+
+def _kept(given: GivenArguments) -> Iterator[tuple[str, str]]:
+    """Yields the script's environment variables of libraries that mtjax uses, too."""
+    for name, value in given.environment.items():
+        if name != "CUDA_DEVICE_MAX_CONNECTIONS" and not re.match(_PYTORCH, name):
+            yield f"{name}={value}", ""
 
 
 def _section(heading: str, rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -34,7 +34,7 @@ def with_own_names(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """Returns a command line with mtjax's names, and a note on what Megatron does differently; None for its own names.
 
     Raises:
-      UserError: an argument or value has no equal; says what to do.
+      UserError: an argument or value has no equivalent; says what to do.
     """
     rest: list[str] = []
     found: dict[str, str] = {}
@@ -72,7 +72,7 @@ def tokenizer_of(given: Mapping[str, str]) -> str:
     """Returns KIND:PATH of the tokenizer that Megatron's arguments name.
 
     Raises:
-      UserError: there is no equal, or an argument is missing.
+      UserError: there is no equivalent, or an argument is missing.
     """
     vocabulary, merges = given.get("--vocab-file"), given.get("--merge-file")
     # Only GPT-2's tokenizer has a file of merges.
@@ -100,8 +100,8 @@ def tokenizer_of(given: Mapping[str, str]) -> str:
     if kind in SENTENCEPIECE:
         return f"sentencepiece:{_needed(kind, given.get('--tokenizer-model'), '--tokenizer-model')}"
     raise UserError(
-        f"--tokenizer-type {kind} has no equal{nearest(kind, TYPES)}: convert the tokenizer to a tokenizer.json, and "
-        "give --tokenizer hf:tokenizer.json"
+        f"--tokenizer-type {kind} has no equivalent{nearest(kind, TYPES)}: convert the tokenizer to a tokenizer.json, "
+        "and give --tokenizer hf:tokenizer.json"
     )
 
 
@@ -138,5 +138,5 @@ def _gpt2(vocabulary: str, merges: str) -> Path:
 def _language(name: str) -> str:
     languages = {name: code for name, _, code in (pair.partition("=") for pair in LANGUAGES.split())}
     if name not in languages and name not in languages.values():
-        raise UserError(f"--lang {name} has no equal: give its ISO 639 code, such as --language en")
+        raise UserError(f"--lang {name} has no equivalent: give its ISO 639 code, such as --language en")
     return languages.get(name, name)

@@ -6,6 +6,7 @@ vocab.json + merges.txt), `bert:vocab.txt`, `sentencepiece:FILE`. A bare path is
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -172,10 +173,23 @@ def _resolve(name: str) -> tuple[str, Path]:
             raise UserError(f"no kind of tokenizer is called {kind!r}{nearest(kind, KINDS)}; there are {known}")
         kind = _recognize(path)
     if not path.exists():
-        raise UserError(f"the tokenizer {path} does not exist")
+        raise UserError(_missing(name, kind, path))
     if kind not in ("gpt2", "hf") and path.is_dir():
         raise UserError(f"the tokenizer {path} is a folder; {kind}: takes a file")
     return kind, path
+
+
+def _missing(name: str, kind: str, path: Path) -> str:
+    """Returns the message for a tokenizer that is not there, with the command that copies it to the path."""
+    folder = path.parent if path.suffix in (".json", ".txt", ".model") else path
+    model = str(folder) if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)) else "OWNER/NAME"
+    parts = {"gpt2": "vocab.json merges.txt", "bert": "vocab.txt"}.get(kind, "--include 'tokenizer*'")
+    if kind == "gpt2":
+        model = "openai-community/gpt2"
+    return (
+        f"the tokenizer {name} does not exist: tokenizers are files on this machine; from the Hugging Face hub, "
+        f"`hf download {model} {parts} --local-dir {folder if folder.name else 'FOLDER'}` copies one"
+    )
 
 
 def _recognize(path: Path) -> str:

@@ -296,7 +296,10 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
     """
     theirs = configs.from_dict({"model": saved["model"]}, source=source).model
     if differing := differences(theirs, config.model):
-        raise UserError(f"{source} is of another model: {'; '.join(differing)}")
+        raise UserError(
+            f"{source} is of another model: {'; '.join(differing)}. Resume with the model of its config.toml, or start "
+            "a new run in another --out"
+        )
 
 
 def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:

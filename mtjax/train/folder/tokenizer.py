@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from mtjax.config import Config
+from mtjax.config.vocabulary import GPT2_VOCABULARY
+from mtjax.data import vocabulary_size
 from mtjax.data.cache import Cache
 from mtjax.data.run_text import TRAINED, RunText
 from mtjax.data.tokens.end_file import END_FILE, end_content, saved_end
@@ -148,7 +150,22 @@ def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights 
         files |= _descriptions_of(weights)
     tokenizer = text.tokenizer
     check_processes(text.name or TRAINED, tokenizer)
-    return RunTokenizer(tokenizer, files, notes=tuple(text.notes), name=text.name or TRAINED)
+    unused = _unused_note(config, tokenizer) if text.name is None else None
+    notes = (*text.notes, *([unused] if unused else []))
+    return RunTokenizer(tokenizer, files, notes=notes, name=text.name or TRAINED)
+
+
+def _unused_note(config: Config, tokenizer: Tokenizer) -> str | None:
+    """Returns a note for a model whose vocabulary was chosen for another tokenizer than the one trained on its text;
+    None where all of it is used."""
+    size, trained = config.model.vocab_size, vocabulary_size(config, tokenizer)
+    if size is None or size <= trained:
+        return None
+    named = "gpt2:FOLDER, which is GPT-2's" if size == GPT2_VOCABULARY else "hf:FOLDER, or remove vocab_size"
+    return (
+        f"no --tokenizer is given: one of {trained:,} tokens was trained on the text, and {size - trained:,} of the "
+        f"vocabulary's {size:,} tokens are never used. Name the tokenizer for this vocab_size: --tokenizer {named}"
+    )
 
 
 def owned_by_run(config: Config, out: Path) -> Owned | None:

@@ -123,8 +123,8 @@ def test_megatrons_command_is_understood(name, files, tokenizer, capsys):
 
 NO_EQUAL = {
     "--partitions is Megatron-LM's: omit it: all cores work": "--partitions 4",
-    "--tokenizer-type NullTokenizer has no equal": "--tokenizer-type NullTokenizer",
-    "--tokenizer-type GPT2BPETokenizers has no equal - did you mean 'GPT2BPETokenizer'?": "--tokenizer-type "
+    "--tokenizer-type NullTokenizer has no equivalent": "--tokenizer-type NullTokenizer",
+    "--tokenizer-type GPT2BPETokenizers has no equivalent - did you mean 'GPT2BPETokenizer'?": "--tokenizer-type "
     "GPT2BPETokenizers",
     "--tokenizer-type GPT2BPETokenizer needs --merge-file": "--tokenizer-type GPT2BPETokenizer --vocab-file v.json",
     "--vocab-file needs --tokenizer-type: one of GPT2BPETokenizer": "--vocab-file v.json",
@@ -136,7 +136,7 @@ NO_EQUAL = {
     "if it is a name on the Hugging Face hub, say hf download meta/x": "--tokenizer-type HuggingFaceTokenizer "
     "--tokenizer-model meta/x",
     "--tokenizer and --tokenizer-type both name the tokenizer": "--tokenizer t.json --tokenizer-type NullTokenizer",
-    "--lang klingon has no equal": "--lang klingon",
+    "--lang klingon has no equivalent": "--lang klingon",
 }
 
 

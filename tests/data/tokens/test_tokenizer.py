@@ -137,6 +137,19 @@ def test_wrong_tokenizers(tmp_path: Path, message: str):
         open_tokenizer(WRONG[message].format(folder=tmp_path))
 
 
+def test_a_missing_tokenizer_names_the_command_that_copies_it_where_it_was_named():
+    for name, command in {
+        "hf:meta-llama/Meta-Llama-3-8B/tokenizer.json": (
+            r"hf download meta-llama/Meta-Llama-3-8B --include 'tokenizer\*' --local-dir meta-llama/Meta-Llama-3-8B"
+        ),
+        "hf:/none/llama": r"hf download OWNER/NAME --include 'tokenizer\*' --local-dir /none/llama",
+        "gpt2:none": "hf download openai-community/gpt2 vocab.json merges.txt --local-dir none",
+        "nowhere.json": r"hf download OWNER/NAME --include 'tokenizer\*' --local-dir FOLDER",
+    }.items():
+        with pytest.raises(UserError, match=f"^the tokenizer {name} does not exist: .*`{command}`"):
+            open_tokenizer(name)
+
+
 DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 
 
