@@ -55,12 +55,19 @@ def first_steps(run: Finished, last: int) -> dict[int, float]:
     return {step: loss for step, loss in run.losses.items() if step <= last}
 
 
+@pytest.fixture(scope="module")
+def one_process(launcher: Launcher) -> Finished:
+    """Five steps of one process on 1x8."""
+    return launcher.train_here("one", "--steps", "5", "--mesh", "1x8")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["1x8", pytest.param("4x2", marks=pytest.mark.exhaustive)])
-def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
+def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher, one_process: Finished) -> None:
     """1x8 puts one model-parallel group over both processes, each of which loads every sample."""
-    one = launcher.train_here(f"one-{mesh}", "--steps", "5", "--mesh", mesh)
-    two = launcher.train_together(f"two-{mesh}", "--steps", "5", "--mesh", mesh)
+    same = ("--steps", "5", "--mesh", mesh)
+    one = one_process if mesh == "1x8" else launcher.train_here(f"one-{mesh}", *same)
+    two = launcher.train_together(f"two-{mesh}", *same)
     assert relative_difference(two[0].losses, one.losses) < 1e-6
 
 
@@ -126,9 +133,8 @@ def test_all_processes_refuse_damaged_weights(launcher: Launcher, converted: Pat
 
 
 @pytest.mark.long
-def test_each_process_may_be_a_stage(launcher: Launcher) -> None:
+def test_each_process_may_be_a_stage(launcher: Launcher, one_process: Finished) -> None:
     """Two processes of four devices: permutes go from one to the other, and both load the same samples."""
     stages = ("--steps", "5", "--mesh", "1x2x4", "--microbatch-size", "2")
-    one = launcher.train_here("one-stage", "--steps", "5", "--mesh", "1x8")
     two = launcher.train_together("two-stages", *stages)
-    assert relative_difference(two[0].losses, one.losses) < 1e-5
+    assert relative_difference(two[0].losses, one_process.losses) < 1e-5

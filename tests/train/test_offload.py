@@ -66,7 +66,7 @@ CASES = [
     pytest.param("data=2,shard=2", BOTH, {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     pytest.param("context=2", BOTH, {"zero": 1}, marks=pytest.mark.exhaustive),
     pytest.param("1x3x1", "optimizer", {"microbatch_size": 4}, marks=pytest.mark.exhaustive),
-    pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=LONG),
+    pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=EXHAUSTIVE),
     pytest.param(
         "2x2x1", BOTH, {"num_layers": 4, "zero": 1, "microbatch_size": 1, "chunks": 2} | GROWN, marks=EXHAUSTIVE
     ),
