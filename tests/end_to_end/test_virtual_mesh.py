@@ -11,7 +11,7 @@ SMALL = ["--global-batch-size", "64", "--sequence-length", "16", *MASKS]
 @pytest.mark.parametrize(
     ("mesh", "steps"),
     [
-        pytest.param("8x8", 4, marks=pytest.mark.long),
+        pytest.param("8x8", 3, marks=pytest.mark.long),
         pytest.param("32x8", 5, marks=pytest.mark.exhaustive),
         pytest.param("64x8", 2, marks=pytest.mark.exhaustive),
     ],
