@@ -120,8 +120,8 @@ def _described_folder(folder: Path | None) -> dict[str, str] | None:
         return dict.fromkeys(("typed", "absolute", "resolved"), url) | {"host": ""}
     path = shown(folder)
     # Not `Path.resolve`, which raises an error for links in a circle.
-    places = {"typed": path, "absolute": str(folder.absolute()), "resolved": os.path.realpath(path)}
-    return places | {"host": socket.gethostname()}
+    described = {"typed": path, "absolute": str(folder.absolute()), "resolved": os.path.realpath(path)}
+    return described | {"host": socket.gethostname()}
 
 
 def _is_same_folder(theirs: Mapping[str, str] | None, ours: Mapping[str, str]) -> bool:
@@ -142,8 +142,8 @@ def check_same_text(position: DataPosition, read: Mapping[str, Sequence[Training
     Raises:
       UserError: a text of a process differs from that of process 0, by its content.
     """
-    own = {"read": {what: [vars(text) for text in texts] for what, texts in read.items()}, **position.to_dict()}
-    for process, theirs, ours in _others("the training text", own):
+    facts = {"read": {what: [vars(text) for text in texts] for what, texts in read.items()}, **position.to_dict()}
+    for process, theirs, ours in _others("the training text", facts):
         for what, known in ours["read"].items():
             _check_texts(what, process, theirs["read"].get(what, []), known)
         _check_texts("training text", process, theirs["texts"], ours["texts"])
