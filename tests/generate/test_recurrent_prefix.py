@@ -17,7 +17,7 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.plan.inference import decoding_memory
 from mtjax.sharding.axes import use_rules
 from tests.families.hybrid.test_model import QWEN3_NEXT, SHARED, SIZES
-from tests.tiny import VOCAB, drawn_parameters, mesh_of, model_logits, tiny_config
+from tests.tiny import VOCAB, drawn_parameters, final_hidden, mesh_of, model_logits, tiny_config
 
 CHUNK = 16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -117,7 +117,8 @@ def test_log_probabilities_are_those_of_training(pattern: str, mesh: str) -> Non
     placed, row = engine.decoder.sharded_model, np.array([[*prompt, *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_replicated_activations):
         model: Any = placed.inference_model(drawn_parameters(placed))
-        logits = np.asarray(jax.jit(lambda row: model_logits(model, model(row)))(row))[0, :, :VOCAB].astype(np.float64)
+        logits = jax.jit(lambda row: model_logits(model, final_hidden(model, row)))(row)
+    logits = np.asarray(logits)[0, :, :VOCAB].astype(np.float64)
     known = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     at = np.arange(len(prompt) - 1, row.size - 1)
     written: Any = [token.logprob for token in out]
