@@ -84,9 +84,9 @@ class RetroSource:
             yield from self._source.slices(self._source.parameters[name])
             return
         # A GPT has one stack; Retro's has a stack for each kind of layer, which takes its layers from it.
-        parameter = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
+        in_gpt = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
         # To the end: a source verifies its fingerprint there.
-        for number, array in enumerate(self._source.slices(parameter)):
+        for number, array in enumerate(self._source.slices(in_gpt)):
             if number in parameter.numbers:
                 yield array
 
